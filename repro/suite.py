@@ -1,0 +1,154 @@
+"""What a suite is: the contract between `suites/*.py` and everything that runs, stores, judges and draws them.
+
+A suite is one module in `suites/` with these module-level names (checked by `load`):
+
+    NAME: str                       same as the module's name; names results/<device>/<NAME>.csv
+    CLAIMS: tuple[str, ...]         ids of the paper's claims that its rows answer (K1, B6, ...)
+    NEEDS: tuple[str, ...]          suites whose rows it builds on
+    PARAMETERS: tuple[str, ...]     its own parameter columns, in order; every case key has exactly these
+    cases(profile, machine) -> list[Case]
+    measure(case, machine, inputs) -> list[Measurement]
+    evidence(rows) -> list[Evidence]
+    draw(rows) -> list[Figure]
+
+A suite knows nothing of CSV files or of the command line, and imports torch only inside `measure`, so that
+figures and verdicts are made from committed rows on a machine without PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+    import pandas as pd
+
+    from repro.measure.machine import Machine
+
+Profile = Literal["smoke", "full"]
+Kind = Literal["measured", "simulated", "paper"]
+PROFILES: tuple[Profile, ...] = ("smoke", "full")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of a suite's grid: the smallest thing that is measured, persisted, skipped or repeated.
+
+    key: value of every column in the suite's PARAMETERS (str, int or float).
+    seconds: estimated duration on the machine at hand; feeds the progress bar and `--dry-run` only.
+    """
+
+    key: Mapping[str, str | int | float]
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One metric of one case; the store adds schema, run_id, suite, profile and the parameter columns.
+
+    ci_low, ci_high: 95% interval (equal to `value` where the quantity is exact). n: samples behind it.
+    source: run_ids that a simulated value was built from, separated by spaces; empty when measured.
+    samples: raw samples in `unit`, kept in results/<device>/samples so that intervals can be recomputed.
+    """
+
+    metric: str
+    unit: str
+    value: float
+    ci_low: float
+    ci_high: float
+    n: int
+    kind: Kind = "measured"
+    source: str = ""
+    samples: tuple[float, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one device's rows say about one claim: the effect in the claim's unit, oriented as the claim states it.
+
+    Verdicts are not given here: `repro.claims` compares the interval with the paper's value.
+    """
+
+    claim: str
+    value: float
+    ci_low: float
+    ci_high: float
+    kind: Kind
+    baseline: float | None = None
+    treated: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawn figure; `name` becomes figures/<name>.svg and .png, `claims` the claims that it illustrates."""
+
+    name: str
+    figure: matplotlib.figure.Figure
+    caption: str
+    claims: tuple[str, ...] = ()
+
+
+class Suite(Protocol):
+    """Static type of a suite module."""
+
+    NAME: str
+    CLAIMS: tuple[str, ...]
+    NEEDS: tuple[str, ...]
+    PARAMETERS: tuple[str, ...]
+
+    def cases(self, profile: Profile, machine: Machine) -> list[Case]:
+        """The grid of this profile that this machine can measure, in the order in which to measure it."""
+        ...
+
+    def measure(self, case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
+        """Measure one case.
+
+        inputs: rows of this device (newest run of each case, this profile; `full` rows shadowing nothing) of the
+        suites in NEEDS and of this suite so far, with the columns of `repro.records`.
+        Raises `CaseSkipped` where the machine cannot run the case.
+        """
+        ...
+
+    def evidence(self, rows: pd.DataFrame) -> list[Evidence]:
+        """Read claims off the `full` rows of one device (this suite's and its NEEDS'); claims without rows are left out."""
+        ...
+
+    def draw(self, rows: pd.DataFrame) -> list[Figure]:
+        """Draw from rows of all devices (an added column `device` holds the slug); deterministic, no timestamps."""
+        ...
+
+
+class CaseSkipped(Exception):  # noqa: N818 - a reason, not an error
+    """Raised by `measure` when this machine cannot run the case; the message is the reason that the user reads."""
+
+
+_MEMBERS = ("NAME", "CLAIMS", "NEEDS", "PARAMETERS", "cases", "measure", "evidence", "draw")
+
+
+def names() -> list[str]:
+    """Names of the suites in this checkout, alphabetical."""
+    package = importlib.import_module("suites")
+    found = [m.name for m in pkgutil.iter_modules(package.__path__)]
+    return sorted(n for n in found if not n.startswith(("_", "test_", "conftest")))
+
+
+def load(name: str) -> Suite:
+    """Import suite `name` and check that it keeps the contract.
+
+    Raises KeyError for an unknown suite, TypeError for a module that lacks a member.
+    """
+    if name not in names():
+        raise KeyError(name)
+    module: ModuleType = importlib.import_module(f"suites.{name}")
+    missing = [m for m in _MEMBERS if not hasattr(module, m)]
+    if missing:
+        raise TypeError(f"suites/{name}.py lacks {', '.join(missing)}: see repro/suite.py for the contract")
+    if name != module.NAME:
+        raise TypeError(f"suites/{name}.py: NAME is {module.NAME!r}, want {name!r}")
+    return cast(Any, module)
