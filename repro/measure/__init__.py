@@ -1,1 +1,1 @@
-"""Package."""
+"""Measuring: device time, memory, machine facts, statistics of samples."""
