@@ -1,7 +1,8 @@
 """Facts about the machine that rows are measured on, read without PyTorch.
 
-GPU facts come from NVML (nvidia-ml-py). A fact that cannot be read is None, and `record["unavailable"]` says
-why: NVML may be missing from a container, a field unsupported by a GPU, a query not permitted. Nothing is guessed.
+Which GPUs there are is the CUDA driver's word; power, clocks and the rest come from NVML (nvidia-ml-py). A fact that
+cannot be read is None, and `record["unavailable"]` says why: NVML may be missing from a container, a field
+unsupported by a GPU, a query not permitted. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from repro.measure import cuda_driver
 
 _THROTTLE_BITS = {
     0x001: "gpu_idle",
@@ -94,11 +98,7 @@ def device_slug(
         slug += f"-x{gpus_used}"
     if mig_profile:
         slug += f"-mig-{_hyphens(mig_profile)}"
-    if (
-        power_limit_w is not None
-        and default_power_limit_w is not None
-        and power_limit_w < default_power_limit_w - 0.5
-    ):
+    if power_limit_w is not None and default_power_limit_w is not None and power_limit_w < default_power_limit_w - 0.5:
         slug += f"-{power_limit_w:.0f}w"
     return slug
 
@@ -114,58 +114,38 @@ def read_machine(gpus: int | None = None) -> Machine:
     if gpus is not None and gpus < 0:
         raise ValueError(f"gpus must be at least 0, got {gpus}")
     facts = _Facts()
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else (os.cpu_count() or 1)
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     facts.record["cores"] = cores
     _read_host(facts)
-    handles = [] if gpus == 0 else _visible_gpus(facts)
-    if gpus is not None and gpus > len(handles):
-        why = facts.unavailable.get(
-            "gpu_count", "CUDA_VISIBLE_DEVICES decides which are visible"
-        )
-        raise ValueError(f"gpus={gpus}, but {len(handles)} visible here ({why})")
-    used = handles[: 1 if gpus is None else gpus]
-    if not used:
-        facts.record["gpu_count"] = 0
-        reason = facts.unavailable.get(
-            "gpu_count", "no GPU asked for" if gpus == 0 else "no visible GPU"
-        )
-        for fact in _GPU_FACTS:
-            facts.record[fact] = None
-            facts.unavailable[fact] = reason
-        name = f"cpu {platform.machine() or 'unknown'} {cores}c"
-        return Machine(
-            device_slug(name, 0),
-            name,
-            0,
-            None,
-            None,
-            facts.record["host_memory_bytes"],
-            cores,
-            facts.finish(),
-        )
+    visible = [] if gpus == 0 else _visible(facts)
+    if gpus is not None and gpus > len(visible):
+        why = facts.unavailable.get("gpu_count", "CUDA_VISIBLE_DEVICES decides which are visible")
+        raise ValueError(f"gpus={gpus}, but {len(visible)} visible here ({why})")
+    if gpus is None and facts.record["torch_cuda"] is None:
+        facts.unavailable.setdefault("gpu_count", facts.unavailable["torch_cuda"])
+        visible = []
+    used = visible[: 1 if gpus is None else gpus]
     facts.record["gpu_count"] = len(used)
-    _read_gpu(facts, used[0])
+    if not used:
+        reason = facts.unavailable.get("gpu_count", "no GPU asked for" if gpus == 0 else "no visible GPU")
+        facts.record.update(dict.fromkeys(_GPU_FACTS))
+        facts.unavailable.update(dict.fromkeys(_GPU_FACTS, reason))
+        name = f"cpu {platform.machine() or 'unknown'} {cores}c"
+        memory = facts.record["host_memory_bytes"]
+        return Machine(device_slug(name, 0), name, 0, None, None, memory, cores, facts.finish())
+    gpu = used[0]
+    _read_gpu(facts, gpu)
     facts.record.update(_dynamic(used, facts.unavailable))
-    r = facts.record
-    raw_name = r["gpu_name"] or "NVIDIA GPU"
-    slug = device_slug(
-        _MIG.sub("", raw_name),
-        len(used),
-        r["mig_profile"],
-        r["power_limit_w"],
-        r["default_power_limit_w"],
-    )
+    mig = facts.record["mig_profile"]
+    limits = facts.record["power_limit_w"], facts.record["default_power_limit_w"]
+    slug = device_slug(_MIG.sub("", gpu.name), len(used), mig, *limits)
     return Machine(
         slug,
-        raw_name,
+        gpu.name,
         len(used),
-        r["compute_capability"],
-        r["sm_count"],
-        r["memory_bytes"],
+        gpu.compute_capability,
+        gpu.sm_count,
+        gpu.memory_bytes,
         cores,
         facts.finish(),
     )
@@ -178,7 +158,7 @@ def read_clocks(gpus: int = 1) -> dict[str, Any]:
     with the reason under "unavailable", as in `Machine.record`.
     """
     facts = _Facts()
-    facts.record.update(_dynamic(_visible_gpus(facts)[:gpus], facts.unavailable))
+    facts.record.update(_dynamic(_visible(facts)[:gpus], facts.unavailable))
     return facts.finish()
 
 
@@ -224,9 +204,7 @@ def _cpu_name() -> str:
 
 
 def _host_memory() -> int:
-    found = re.search(
-        r"^MemTotal:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
-    )
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     if not found:
         raise LookupError("/proc/meminfo has no MemTotal")
     return int(found.group(1)) * 1024
@@ -244,135 +222,93 @@ def _torch_cuda() -> str:
     return found.group(1)
 
 
-def _visible_gpus(facts: _Facts) -> list[Any]:
-    """NVML handles of the GPUs (or MIG instances) that CUDA programs see, in NVML's order unless the user chose one."""
+def _visible(facts: _Facts) -> list[cuda_driver.Gpu]:
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if chosen is None:
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-        else:
-            handles = []
-            for entry in (e.strip() for e in chosen.split(",")):
-                # CUDA's own rule: the first invalid entry ends the list.
-                if not entry or (
-                    entry.lstrip("-").isdigit() and not 0 <= int(entry) < count
-                ):
-                    break
-                by_index = entry.isdigit()
-                get = (
-                    pynvml.nvmlDeviceGetHandleByIndex
-                    if by_index
-                    else pynvml.nvmlDeviceGetHandleByUUID
-                )
-                handles.append(get(int(entry) if by_index else entry))
-        return [_first_mig(pynvml, h) for h in handles]
-    except Exception as e:  # noqa: BLE001 - no driver, library or permission: a CPU machine, with the reason
+        return cuda_driver.visible_gpus()
+    except (
+        OSError,
+        AttributeError,
+        RuntimeError,
+    ) as e:  # no driver, one too old for a function used, or a refusal
         facts.unavailable["gpu_count"] = f"{type(e).__name__}: {e}"
         return []
 
 
-def _first_mig(nvml: Any, handle: Any) -> Any:
-    """`handle`, or its first MIG instance where MIG is on: that is the one that CUDA uses."""
-    try:
-        if (
-            nvml.nvmlDeviceIsMigDeviceHandle(handle)
-            or nvml.nvmlDeviceGetMigMode(handle)[0] == 0
-        ):
-            return handle
-        return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0)
-    except nvml.NVMLError:  # GPUs without MIG answer "not supported"
-        return handle
-
-
-def _parent(nvml: Any, handle: Any) -> Any:
-    """The physical GPU of a MIG handle (power and clocks belong to it), or `handle` itself."""
-    try:
-        if nvml.nvmlDeviceIsMigDeviceHandle(handle):
-            return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    except nvml.NVMLError:
-        pass
-    return handle
-
-
-def _read_gpu(facts: _Facts, handle: Any) -> None:
+def _handles(gpu: cuda_driver.Gpu) -> tuple[Any, Any]:
+    """NVML handles of the GPU (or MIG instance) and of its board: clocks and power belong to the board."""
     import pynvml as nvml
 
-    board = _parent(nvml, handle)
-    facts.read("driver", nvml.nvmlSystemGetDriverVersion)
-    facts.read(
-        "cuda_driver", lambda: _cuda_version(nvml.nvmlSystemGetCudaDriverVersion())
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+    board = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if gpu.uuid.startswith("MIG-") else handle
+    return handle, board
+
+
+def _read_gpu(facts: _Facts, gpu: cuda_driver.Gpu) -> None:
+    facts.record.update(
+        gpu_name=gpu.name,
+        compute_capability=gpu.compute_capability,
+        sm_count=gpu.sm_count,
+        memory_bytes=gpu.memory_bytes,
     )
-    name = facts.read("gpu_name", lambda: nvml.nvmlDeviceGetName(handle))
-    facts.read(
-        "compute_capability",
-        lambda: tuple(nvml.nvmlDeviceGetCudaComputeCapability(board)),
-    )
-    facts.read(
-        "sm_count",
-        lambda: int(nvml.nvmlDeviceGetAttributes_v2(handle).multiprocessorCount),
-    )
-    facts.read("memory_bytes", lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total))
-    facts.read(
-        "power_limit_w", lambda: nvml.nvmlDeviceGetPowerManagementLimit(board) / 1000
-    )
-    facts.read(
-        "default_power_limit_w",
-        lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(board) / 1000,
-    )
-    facts.read(
-        "max_sm_clock_mhz",
-        lambda: int(nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM)),
-    )
-    facts.read(
-        "max_memory_clock_mhz",
-        lambda: int(nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM)),
-    )
-    mig = _MIG.search(name or "")
+    mig = _MIG.search(gpu.name)
     facts.record["mig_profile"] = mig.group(1) if mig else None
     if not mig:
         facts.unavailable["mig_profile"] = "not a MIG instance"
+
+    def nvml_fact(name: str, query: Callable[[Any, Any], Any]) -> None:
+        def read() -> Any:
+            import pynvml as nvml
+
+            return query(nvml, _handles(gpu)[1])
+
+        facts.read(name, read)
+
+    nvml_fact("driver", lambda nvml, _: nvml.nvmlSystemGetDriverVersion())
+    nvml_fact(
+        "cuda_driver",
+        lambda nvml, _: _cuda_version(nvml.nvmlSystemGetCudaDriverVersion()),
+    )
+    nvml_fact(
+        "power_limit_w",
+        lambda nvml, board: nvml.nvmlDeviceGetPowerManagementLimit(board) / 1000,
+    )
+    nvml_fact(
+        "default_power_limit_w",
+        lambda nvml, board: nvml.nvmlDeviceGetPowerManagementDefaultLimit(board) / 1000,
+    )
+    nvml_fact(
+        "max_sm_clock_mhz",
+        lambda nvml, board: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM),
+    )
+    nvml_fact(
+        "max_memory_clock_mhz",
+        lambda nvml, board: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM),
+    )
 
 
 def _cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _dynamic(handles: list[Any], unavailable: dict[str, str]) -> dict[str, list[Any]]:
-    """Facts that change while a run goes on, one entry a GPU."""
-    facts: dict[str, list[Any]] = {
-        "sm_clock_mhz": [],
-        "memory_clock_mhz": [],
-        "throttle_reasons": [],
-        "temperature_c": [],
-        "power_w": [],
-    }
-    if not handles:
-        return facts
-    import pynvml as nvml
+_DYNAMIC: dict[str, Callable[[Any, Any], Any]] = {
+    "sm_clock_mhz": lambda nvml, board: nvml.nvmlDeviceGetClockInfo(board, nvml.NVML_CLOCK_SM),
+    "memory_clock_mhz": lambda nvml, board: nvml.nvmlDeviceGetClockInfo(board, nvml.NVML_CLOCK_MEM),
+    "throttle_reasons": lambda nvml, board: _throttle_names(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)),
+    "temperature_c": lambda nvml, board: nvml.nvmlDeviceGetTemperature(board, nvml.NVML_TEMPERATURE_GPU),
+    "power_w": lambda nvml, board: nvml.nvmlDeviceGetPowerUsage(board) / 1000,
+}
 
-    for handle in (_parent(nvml, h) for h in handles):
-        queries: dict[str, Callable[[Any], Any]] = {
-            "sm_clock_mhz": lambda h: int(
-                nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM)
-            ),
-            "memory_clock_mhz": lambda h: int(
-                nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM)
-            ),
-            "throttle_reasons": lambda h: _throttle_names(
-                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(h)
-            ),
-            "temperature_c": lambda h: int(
-                nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU)
-            ),
-            "power_w": lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000,
-        }
-        for name, query in queries.items():
-            facts[name].append(_read(name, lambda q=query, h=handle: q(h), unavailable))  # type: ignore[misc]
-    return facts
+
+def _dynamic(gpus: list[cuda_driver.Gpu], unavailable: dict[str, str]) -> dict[str, list[Any]]:
+    """Facts that change while a run goes on, one entry a GPU."""
+
+    def read(name: str, gpu: cuda_driver.Gpu) -> Any:
+        import pynvml as nvml
+
+        return _DYNAMIC[name](nvml, _handles(gpu)[1])
+
+    return {name: [_read(name, partial(read, name, gpu), unavailable) for gpu in gpus] for name in _DYNAMIC}
 
 
 def _throttle_names(mask: int) -> list[str]:
