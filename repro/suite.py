@@ -11,6 +11,10 @@ A suite is one module in `suites/` with these module-level names (checked by `lo
     evidence(rows) -> list[Evidence]
     draw(rows) -> list[Figure]
 
+and, where it measures nothing but computes from other suites' rows without torch,
+
+    SIMULATED: bool = True          so that it can be run for another device's committed rows (`--device`)
+
 A suite knows nothing of CSV files or of the command line, and imports torch only inside `measure`, so that
 figures and verdicts are made from committed rows on a machine without PyTorch.
 """
@@ -116,15 +120,22 @@ class Suite(Protocol):
         ...
 
     def evidence(self, rows: pd.DataFrame) -> list[Evidence]:
-        """Read claims off the `full` rows of one device (this suite's and its NEEDS'); claims without rows are left out."""
+        """Read claims off the `full` rows of one device (this suite's and its NEEDS'); leave out claims without rows.
+
+        Effects are in the claim's unit (`repro.claims`): a "%" is written as 61.9, not 0.619.
+        """
         ...
 
     def draw(self, rows: pd.DataFrame) -> list[Figure]:
-        """Draw from rows of all devices (an added column `device` holds the slug); deterministic, no timestamps."""
+        """Draw from rows of all devices (column `device` holds the slug); deterministic, no timestamps.
+
+        Rows are this suite's and its NEEDS', told apart by column `suite`; of each suite and device the `full` rows
+        where there are any, else the `smoke` rows (column `profile`). Look and helpers: `repro.report.style`.
+        """
         ...
 
 
-class CaseSkipped(Exception):  # noqa: N818 - a reason, not an error
+class CaseSkipped(Exception):
     """Raised by `measure` when this machine cannot run the case; the message is the reason that the user reads."""
 
 

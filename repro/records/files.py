@@ -1,0 +1,186 @@
+"""Files that grow by whole lines and survive a kill, a full disk and two writers at once.
+
+Lines are appended in one write under a lock and synced; a file is replaced only by a complete new one. A last line
+without its newline was cut off: readers leave it out, the next writer sets it aside. `<name>.rejected` keeps what was
+set aside, one JSON object a line with the columns that it was written under.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from repro.records.schema import Record, SchemaError, header, migrate, parameter_columns
+
+LOCK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a CSV file holds.
+
+    columns: its header. rows: whole rows as they stand, cells in the header's order. rejected: (columns, line) of
+    everything that is not a whole row, set aside earlier or found now. tail: bytes of a cut-off last line.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    rejected: tuple[tuple[tuple[str, ...], str], ...]
+    tail: bytes
+
+    def records(self) -> Iterator[Record]:
+        """Rows as column -> non-empty cell."""
+        for row in self.rows:
+            yield {c: text for c, text in zip(self.columns, row, strict=True) if text}
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's write lock (`.lock`, released by the system when its holder dies)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
+            yield
+    except Timeout as e:
+        raise TimeoutError(f"{folder} has been locked by another run for {LOCK_SECONDS:.0f} s: wait for it") from e
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a whole file atomically: a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        # mkstemp makes files private; results are as readable as the checkout they lie in
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def append(path: Path, content: bytes) -> None:
+    """Append bytes in one write and sync; a failed write leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as f:
+        size = f.seek(0, os.SEEK_END)
+        try:
+            written = f.write(content)
+            if written != len(content):
+                raise OSError(f"{path}: wrote {written} of {len(content)} bytes; is the disk full?")
+            os.fsync(f.fileno())
+        except BaseException:
+            f.truncate(size)
+            raise
+
+
+def read_table(path: Path) -> Table:
+    """Read a CSV file of rows; a missing one is empty. Warns, once a file and state, of lines that are no rows."""
+    if not path.exists():
+        return Table((), (), (), b"")
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    tail = content[end:]
+    # cells hold no line breaks, so lines are parsed one by one: a stray quote spoils its own line only
+    lines = [_fields(line) for line in content[:end].decode(errors="replace").splitlines()]
+    columns = lines[0] if lines else ()
+    rows, rejected = [], _set_aside(path)
+    bad = []
+    for number, fields in enumerate(lines[1:], start=2):
+        if len(fields) == len(columns):
+            rows.append(fields)
+        elif any(fields):
+            rejected.append((columns, _line(fields)))
+            bad.append(number)
+    if tail:
+        rejected.append((columns, tail.decode(errors="replace")))
+        bad.append(len(lines) + 1)
+    if bad:
+        numbers = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+        warnings.warn(f"{path}: line {numbers} is no whole row and is left out", stacklevel=2)
+    return Table(columns, tuple(rows), tuple(rejected), tail)
+
+
+def append_rows(path: Path, parameters: Sequence[str], rows: Sequence[Record]) -> None:
+    """Append a set of rows in one write, or rewrite the file where its header must grow. The caller holds the lock."""
+    columns, whole = _head(path)
+    if whole and columns == header([*parameter_columns(columns), *(p for p in parameters if p not in columns)]):
+        append(path, _lines(columns, rows))
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reading warns; here the lines are set aside
+        table = read_table(path)
+    _reject(path, table.rejected[len(_set_aside(path)) :])
+    rows = [*map(_migrated, table.records()), *rows]
+    used = set(parameters).union(*rows)
+    order = dict.fromkeys((*table.columns, *parameters, *(c for row in rows for c in row)))
+    columns = header([c for c in parameter_columns(order) if c in used])
+    replace(path, (_line(columns) + "\n").encode() + _lines(columns, rows))
+
+
+def _head(path: Path) -> tuple[tuple[str, ...], bool]:
+    """Header of a file, and whether its last line is whole; cheap, because every append asks."""
+    if not path.exists() or path.stat().st_size == 0:
+        return (), False
+    with path.open("rb") as f:
+        columns = _fields(f.readline().decode(errors="replace").rstrip("\r\n"))
+        f.seek(-1, os.SEEK_END)
+        return columns, f.read(1) == b"\n"
+
+
+def _migrated(row: Record) -> Record:
+    """A rewritten file keeps a row that nothing migrates as it is: rows are never removed."""
+    try:
+        return migrate(row)
+    except SchemaError:
+        return row
+
+
+def _lines(columns: Sequence[str], rows: Sequence[Record]) -> bytes:
+    return "".join(_line([row.get(c, "") for c in columns]) + "\n" for row in rows).encode()
+
+
+def _fields(line: str) -> tuple[str, ...]:
+    return tuple(next(csv.reader([line]), ()) if '"' in line else line.split(","))
+
+
+def _line(fields: Sequence[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="").writerow(fields)
+    return buffer.getvalue()
+
+
+def _rejected_path(path: Path) -> Path:
+    return path.with_name(path.name + ".rejected")
+
+
+def _reject(path: Path, rejected: Sequence[tuple[tuple[str, ...], str]]) -> None:
+    text = "".join(json.dumps({"columns": c, "line": line}) + "\n" for c, line in rejected)
+    if text:
+        append(_rejected_path(path), text.encode())
+
+
+def _set_aside(path: Path) -> list[tuple[tuple[str, ...], str]]:
+    aside = _rejected_path(path)
+    if not aside.exists():
+        return []
+    found = []
+    for line in aside.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
+            entry = json.loads(line)
+            found.append((tuple(entry["columns"]), entry["line"]))
+    return found

@@ -1,0 +1,300 @@
+"""The results store: one folder a device, one CSV file a suite, one line of `runs.jsonl` a run.
+
+    results/<device>/<suite>.csv                          rows (`repro.records.schema`)
+    results/<device>/runs.jsonl                           where each run_id comes from (`repro.records.provenance`)
+    results/<device>/samples/<suite>/<run_id>.csv.gz      raw samples by case key
+
+Rows are never removed. On reading, the newest run of a case owns all its metrics.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import secrets
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from repro.records import files, provenance
+from repro.records.schema import (
+    HEAD,
+    SCHEMA,
+    TAIL,
+    Key,
+    Record,
+    SchemaError,
+    case_key,
+    cell,
+    header,
+    migrate,
+    parameter_columns,
+    records,
+    schema_of,
+)
+from repro.suite import Case, Measurement, Profile
+
+if TYPE_CHECKING:
+    from repro.measure.machine import Machine
+
+_NUMBERS = ("value", "ci_low", "ci_high", "n")
+_ID_TIME = "%Y%m%dT%H%M%S.%fZ"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one command on one device. `id` sorts by start within a device."""
+
+    id: str
+    device: str
+    profile: Profile
+    started: datetime
+
+
+class Store:
+    """Rows, raw samples and run records under one `results` folder. Reading writes nothing and tolerates gaps."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def start(self, machine: Machine, command: Sequence[str], seed: int | None, profile: Profile) -> Run:
+        """Open a run and record where it comes from: code, command, versions, machine."""
+        folder = self.root / machine.slug
+        started = datetime.now(UTC)
+        with files.locked(folder):
+            known = self.runs(machine.slug)
+            run = Run(_new_id(started, [r["run_id"] for r in known]), machine.slug, profile, started)
+            record = {
+                "schema": SCHEMA,
+                "run_id": run.id,
+                "device": machine.slug,
+                "profile": profile,
+                "started": started.isoformat(timespec="seconds"),
+                **provenance.collect(command, seed, machine),
+                "end": None,
+            }
+            record["unavailable"]["end"] = "still running, or killed"
+            _write_runs(folder, [*known, record])
+        return run
+
+    def finish(self, run: Run, status: str, counts: Mapping[str, int], clocks: Mapping[str, Any]) -> None:
+        """Complete the run's record: how it ended, counts of its cases, and clocks and throttle reasons after it."""
+        folder = self.root / run.device
+        ended = datetime.now(UTC)
+        end = {
+            "at": ended.isoformat(timespec="seconds"),
+            "seconds": round((ended - run.started).total_seconds(), 1),
+            "status": status,
+            "cases": dict(counts),
+            "clocks": dict(clocks),
+        }
+        with files.locked(folder):
+            known = self.runs(run.device)
+            for record in known:
+                if record["run_id"] == run.id:
+                    record["end"] = end
+                    record.get("unavailable", {}).pop("end", None)
+            _write_runs(folder, known)
+
+    def append(self, run: Run, suite: str, case: Case, measurements: Sequence[Measurement]) -> None:
+        """Persist one case: its raw samples, then all its rows in one write.
+
+        Raises SchemaError where a measurement breaks the format (`repro.records.schema.records`).
+        """
+        rows = records(run.id, suite, run.profile, case, measurements)
+        folder = self.root / run.device
+        with files.locked(folder):
+            samples = _sample_lines(case, measurements)
+            if samples:
+                path = self._samples_path(run.device, suite, run.id)
+                head = "" if path.exists() else ",".join((*case.key, "metric", "unit", "index", "value")) + "\n"
+                # a gzip file may be a sequence of members: one a case, so that appending needs no rewriting
+                files.append(path, gzip.compress((head + samples).encode(), mtime=0))
+            files.append_rows(folder / f"{suite}.csv", tuple(case.key), rows)
+
+    def devices(self) -> list[str]:
+        """Slugs of the devices that have a folder, alphabetical."""
+        if not self.root.is_dir():
+            return []
+        return sorted(p.name for p in self.root.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+    def suites(self, device: str) -> list[str]:
+        """Names of the suites that have rows on a device, alphabetical."""
+        return sorted(p.stem for p in (self.root / device).glob("*.csv"))
+
+    def rows(self, suite: str, device: str | None = None, profile: Profile | None = None) -> pd.DataFrame:
+        """Rows of a suite: of each case those of its newest run, in the order in which they were written.
+
+        Columns: `device`, the fixed ones before, the suite's parameters, the fixed ones after. `value`, `ci_low` and
+        `ci_high` are float64, `n` int64, a parameter column is numeric where every cell in it is a number (a missing
+        one then NaN) and text otherwise (a missing one then ""). No rows: an empty frame with the fixed columns.
+
+        device: None reads all. profile: None reads both.
+        """
+        devices = self.devices() if device is None else [device]
+        frames = [self._newest(suite, d, profile) for d in devices]
+        frames = [f for f in frames if len(f)]
+        if not frames:
+            return _typed(pd.DataFrame(columns=["device", *header(())], dtype=str))
+        return _typed(pd.concat(frames, ignore_index=True).fillna(""))
+
+    def done(self, suite: str, device: str, profile: Profile) -> set[Key]:
+        """Keys (`case_key`) of the cases that need no measuring: recorded, and not cut off while being written."""
+        table = files.read_table(self._path(suite, device))
+        frame = self._newest(suite, device, profile, table)
+        parameters = parameter_columns(frame.columns.drop("device"))
+        cut = [_prefix(columns, line) for columns, line in table.rejected]
+        whole = (row for row in frame.to_dict("records") if not any(_matches(row, prefix) for prefix in cut))
+        return {case_key({p: row[p] for p in parameters}) for row in whole}
+
+    def samples(self, suite: str, device: str, run_id: str) -> pd.DataFrame:
+        """Raw samples that a run kept: the suite's parameters, metric, unit, index, value. Empty where it kept none."""
+        path = self._samples_path(device, suite, run_id)
+        columns = ["metric", "unit", "index", "value"]
+        text = _gunzip(path) if path.exists() else ""
+        lines = [line for line in csv.reader(io.StringIO(text))]
+        if len(lines) < 2:
+            return pd.DataFrame(columns=columns)
+        frame = pd.DataFrame([line for line in lines[1:] if len(line) == len(lines[0])], columns=lines[0])
+        for column in frame.columns:
+            if column not in ("metric", "unit"):
+                frame[column] = _column(frame[column])
+        return frame
+
+    def runs(self, device: str) -> list[dict[str, Any]]:
+        """Run records of a device, oldest first. A line that is no record is left out with a warning."""
+        path = self.root / device / "runs.jsonl"
+        found: list[dict[str, Any]] = []
+        for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+            try:
+                record = json.loads(line)
+                record["run_id"]
+                found.append(record)
+            except (json.JSONDecodeError, KeyError, TypeError):
+                warnings.warn(f"{path}: line {number} is no run record and is left out", stacklevel=2)
+        return found
+
+    def _path(self, suite: str, device: str) -> Path:
+        return self.root / device / f"{suite}.csv"
+
+    def _samples_path(self, device: str, suite: str, run_id: str) -> Path:
+        return self.root / device / "samples" / suite / f"{run_id}.csv.gz"
+
+    def _newest(
+        self, suite: str, device: str, profile: Profile | None, table: files.Table | None = None
+    ) -> pd.DataFrame:
+        """Rows as text, those of the newest run of each case; of a metric written twice in a run, the last."""
+        path = self._path(suite, device)
+        read = _current(path, table or files.read_table(path))
+        parameters = parameter_columns(dict.fromkeys(c for row in read for c in row))
+        frame = pd.DataFrame(read, columns=list(header(parameters)), dtype=str).fillna("")
+        frame.insert(0, "device", device)
+        if profile is not None:
+            frame = frame[frame["profile"] == profile]
+        if frame.empty:
+            return frame
+        case = frame[["profile", *parameters]].agg("\x1f".join, axis=1)
+        newest = frame["run_id"].groupby(case).transform("max")
+        frame = frame[frame["run_id"] == newest]
+        return frame[~(case[frame.index] + "\x1f" + frame["metric"]).duplicated(keep="last")].reset_index(drop=True)
+
+
+def _new_id(now: datetime, known: Sequence[str]) -> str:
+    """Time of the start and four random hex digits. A clock set back must not make a new run look old."""
+    stamp = now
+    if known:
+        newest = datetime.strptime(max(known).rpartition("-")[0], _ID_TIME).replace(tzinfo=UTC)
+        stamp = max(now, newest + timedelta(milliseconds=1))
+    return f"{stamp.strftime(_ID_TIME)}-{secrets.token_hex(2)}"
+
+
+def _write_runs(folder: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    files.replace(folder / "runs.jsonl", "".join(json.dumps(r) + "\n" for r in runs).encode())
+
+
+def _current(path: Path, table: files.Table) -> list[Record]:
+    """Rows in the current schema; those that cannot be read are left out with one warning a reason."""
+    rows: list[Record] = []
+    reasons: dict[str, int] = {}
+    for row in table.records():
+        try:
+            row = migrate(row)
+            if (version := schema_of(row)) > SCHEMA:
+                raise SchemaError(f"schema {version} is newer than this checkout reads ({SCHEMA}): update it")
+            rows.append(row)
+        except SchemaError as e:
+            reasons[str(e)] = reasons.get(str(e), 0) + 1
+    for reason, count in reasons.items():
+        warnings.warn(f"{path}: {count} rows left out: {reason}", stacklevel=2)
+    return rows
+
+
+def _sample_lines(case: Case, measurements: Sequence[Measurement]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    key = [cell(v) for v in case.key.values()]
+    for m in measurements:
+        writer.writerows([*key, m.metric, m.unit, i, repr(float(v))] for i, v in enumerate(m.samples))
+    return buffer.getvalue()
+
+
+def _gunzip(path: Path) -> str:
+    """Text of the whole members and of what can be read of a cut-off last one."""
+    data, out = path.read_bytes(), b""
+    while data:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            out += member.decompress(data) + member.flush()
+        except zlib.error:
+            break
+        if not member.eof:
+            warnings.warn(f"{path}: cut off; its last samples are left out", stacklevel=3)
+            break
+        data = member.unused_data
+    return out[: out.rfind(b"\n") + 1].decode()
+
+
+def _typed(frame: pd.DataFrame) -> pd.DataFrame:
+    for column in frame.columns:
+        if column in _NUMBERS:
+            frame[column] = pd.to_numeric(frame[column], errors="coerce").astype("float64")
+        elif column not in (*HEAD, *TAIL, "device"):
+            frame[column] = _column(frame[column])
+    frame["n"] = frame["n"].fillna(0).astype("int64")
+    frame["schema"] = pd.to_numeric(frame["schema"])
+    return frame
+
+
+def _column(texts: pd.Series) -> pd.Series:
+    """Numbers where every non-empty cell is one, else the texts."""
+    try:
+        return pd.to_numeric(texts.replace("", np.nan))
+    except ValueError:
+        return texts
+
+
+def _prefix(columns: Sequence[str], line: str) -> tuple[dict[str, str], tuple[str, str] | None]:
+    """What a cut-off line still tells of its case: whole cells, and the cell that it broke off in."""
+    fields = next(csv.reader([line]), [])
+    width = columns.index("metric") if "metric" in columns else len(columns)
+    whole = dict(zip(columns[:width], fields[:-1], strict=False))
+    broken = (columns[len(fields) - 1], fields[-1]) if 0 < len(fields) <= width else None
+    return whole, broken
+
+
+def _matches(row: Mapping[Any, Any], prefix: tuple[dict[str, str], tuple[str, str] | None]) -> bool:
+    whole, broken = prefix
+    if "run_id" not in whole:
+        return False  # too short to belong to any case
+    if any(row.get(c, "") != text for c, text in whole.items()):
+        return False
+    return broken is None or str(row.get(broken[0], "")).startswith(broken[1])
