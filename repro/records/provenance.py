@@ -25,7 +25,7 @@ def collect(command: Sequence[str], seed: int | None, machine: Machine) -> dict[
     def fact(name: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except Exception as e:  # noqa: BLE001 - one failing query, of whatever kind, must leave the others standing
+        except Exception as e:
             unavailable[name] = f"{type(e).__name__}: {e}"
             return None
 

@@ -1,1 +1,1 @@
-"""Package."""
+"""Figures and tables, drawn from rows and verdicts alone."""
