@@ -147,6 +147,11 @@ class Store:
             return _typed(pd.DataFrame(columns=["device", *header(())], dtype=str))
         return _typed(pd.concat(frames, ignore_index=True).fillna(""))
 
+    def gather(self, suites: Sequence[str], device: str, profile: Profile) -> pd.DataFrame:
+        """Rows of several suites on one device under one profile, told apart by column `suite`."""
+        frames = [f for f in (self.rows(s, device, profile) for s in suites) if len(f)]
+        return pd.concat(frames, ignore_index=True) if frames else self.rows("", device, profile)
+
     def done(self, suite: str, device: str, profile: Profile) -> set[Key]:
         """Keys (`case_key`) of the cases that need no measuring: recorded, and not cut off while being written."""
         table = files.read_table(self._path(suite, device))

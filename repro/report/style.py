@@ -22,8 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = "#E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
-BLACK, GREY, LIGHT = "#000000", "#7F7F7F", "#DDDDDD"
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, RED, PINK, BLACK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#000000", "#7F7F7F"
 """Okabe and Ito, Color Universal Design (2008)."""
 
 _LOOK: dict[str, tuple[str, str, str]] = {
@@ -51,7 +51,7 @@ _SPARE = ((BLUE, "<"), (GREEN, ">"), (PINK, "d"), (YELLOW, "*"))
 ORDER: tuple[str, ...] = tuple(_LOOK)
 """Implementations and policies in the order in which legends and bars show them."""
 
-_RC: dict[str, Any] = {
+_RC: Any = {
     "figure.dpi": 100,
     "savefig.dpi": 160,
     "font.family": "DejaVu Sans",  # comes with Matplotlib, so the same glyphs everywhere
