@@ -1,1 +1,24 @@
-"""Package."""
+"""LayerNorm followed by adaptive modulation, y = LN(x) * (1 + scale) + shift, as one differentiable op.
+
+Layers, from the formula outward: `reference` (plain PyTorch formulas, also in float64), `composite` (the op's
+arithmetic for any device), `build` (compiles and loads the CUDA kernels in `csrc/`), `ops` (schema, fakes,
+autograd), `validation` (argument checks), `api` (what is imported from here).
+
+Names are resolved on first use, so that `repro.adaln.build.build_hash` is read without importing torch.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from repro.adaln.api import IMPLS, get_impl, layer_norm_modulate
+
+__all__ = ["IMPLS", "get_impl", "layer_norm_modulate"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from repro.adaln import api
+
+    globals().update({public: getattr(api, public) for public in __all__})
+    return globals()[name]
