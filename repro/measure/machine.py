@@ -180,7 +180,7 @@ class _Facts:
 def _read(name: str, query: Callable[[], Any], unavailable: dict[str, str]) -> Any:
     try:
         value = query()
-    except Exception as e:  # noqa: BLE001 - one failing query, of whatever kind, must leave the other facts standing
+    except Exception as e:  # one failing query, of whatever kind, must leave the other facts standing
         unavailable[name] = f"{type(e).__name__}: {e}"
         return None
     return value.decode() if isinstance(value, bytes) else value
