@@ -143,10 +143,18 @@ _MEMBERS = ("NAME", "CLAIMS", "NEEDS", "PARAMETERS", "cases", "measure", "eviden
 
 
 def names() -> list[str]:
-    """Names of the suites in this checkout, alphabetical."""
-    package = importlib.import_module("suites")
+    """Names of the suites in this checkout, alphabetical. Raises ModuleNotFoundError outside of one."""
+    try:
+        package = importlib.import_module("suites")
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError("there are no suites here: run from the root of a checkout") from e
     found = [m.name for m in pkgutil.iter_modules(package.__path__)]
-    return sorted(n for n in found if not n.startswith(("_", "test_", "conftest")))
+    return sorted(n for n in found if not n.startswith(("_", "test_", "bench_", "conftest")))
+
+
+def is_simulated(suite: Suite) -> bool:
+    """Whether the suite computes from other suites' rows instead of measuring."""
+    return bool(getattr(suite, "SIMULATED", False))
 
 
 def load(name: str) -> Suite:

@@ -1,0 +1,130 @@
+"""From one command to a verdict: measure what is missing here, draw the figures, judge the paper's claims.
+
+    python -m repro.all                     the smoke profile, about a minute on any machine
+    python -m repro.all --no-measure        figures and verdicts from the recorded rows, without PyTorch
+    python -m repro.all --profile full      what verdicts use
+
+Exit codes: 0 done, 1 something failed (the rest is done), 2 wrong usage, 130 interrupted (what was measured is kept).
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from repro import runner, verdicts
+from repro import suite as registry
+from repro.measure.machine import Machine, read_machine
+from repro.records import Store
+from repro.report import draw, tables
+from repro.suite import PROFILES, Profile
+
+ROOT = Path(__file__).resolve().parents[1]
+console = Console()
+
+
+def main(
+    profile: Annotated[str, typer.Option(help="smoke or full; verdicts use full.")] = "smoke",
+    only: Annotated[list[str] | None, typer.Option(help="Measure this suite and what it needs; repeatable.")] = None,
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Measure what is missing here.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be measured, and stop.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure recorded cases again; old rows stay.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Run the simulated suites from this device's recorded rows instead.")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = ROOT / "results",
+    figures: Annotated[Path | None, typer.Option(help="Folder of the figures.  [default: beside the results]")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Measure what is missing on this machine, redraw the figures, judge the paper's claims."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    _check(profile, only, device, results)
+    chosen_profile = cast(Profile, profile)
+    store = Store(results)
+    suites, errors = runner.load_suites()
+
+    if measure or dry_run:
+        machine = _recorded_machine(store, device) if device else read_machine()
+        selected = runner.load_suites(only)[0] if only else suites
+        if device:
+            selected = {n: s for n, s in selected.items() if registry.is_simulated(s)}
+        planned, unlisted = runner.plan(store, selected, machine, chosen_profile, again)
+        errors += unlisted
+        if dry_run:
+            console.print(runner.table(planned, machine, chosen_profile))
+            _end(errors)
+        outcome = runner.measure(store, planned, machine, chosen_profile, _command(), console, debug)
+        if outcome.interrupted:
+            console.print("Interrupted; what was measured is kept. The same command goes on from there.")
+            raise typer.Exit(130)
+        errors += outcome.failed
+
+    folder = figures or results.parent / "figures"
+    drawn, undrawn = draw.draw_all(store, suites, folder)
+    chosen, rest, unjudged = verdicts.judge_all(store, suites)
+    verdicts.write(chosen, rest, results)
+    rows = verdicts.read(results)
+    draw.draw_claims(rows, folder)
+    tables.update_readme(results.parent / "README.md", rows)
+
+    console.print(tables.terminal(rows))
+    console.print(f"{len(drawn) + 1} figures in {folder}, verdicts in {results / 'claims.csv'}", highlight=False)
+    _end([*errors, *undrawn, *unjudged])
+
+
+def _check(profile: str, only: list[str] | None, device: str | None, results: Path) -> None:
+    """Stop at the door what cannot work. Raises BadParameter (exit code 2)."""
+    if profile not in PROFILES:
+        raise typer.BadParameter(f"{profile!r} is no profile: use {' or '.join(PROFILES)}", param_hint="--profile")
+    sys.path.insert(0, str(ROOT))  # suites belong to the checkout, not to the installed package
+    known = registry.names()
+    for name in only or []:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+            raise typer.BadParameter(f"no suite {name!r}; nearest: {', '.join(near)}", param_hint="--only")
+        if device and not registry.is_simulated(registry.load(name)):
+            raise typer.BadParameter(f"{name} measures: run it on {device} itself", param_hint="--device")
+    devices = Store(results).devices()
+    if device is not None and device not in devices:
+        told = ", ".join(devices) or "none"
+        raise typer.BadParameter(f"no rows of {device!r}; recorded devices: {told}", param_hint="--device")
+
+
+def _recorded_machine(store: Store, device: str) -> Machine:
+    """The machine that a device's newest run was recorded on, for suites that compute from its rows."""
+    runs = store.runs(device)
+    if not runs:
+        raise typer.BadParameter(f"{device!r} has no run record (runs.jsonl)", param_hint="--device")
+    facts = runs[-1]["machine"]
+    capability = facts.get("compute_capability")
+    return Machine(
+        slug=device,
+        name=facts.get("gpu_name") or facts.get("cpu_name") or device,
+        gpu_count=facts.get("gpu_count") or 0,
+        compute_capability=(capability[0], capability[1]) if capability else None,
+        sm_count=facts.get("sm_count"),
+        memory_bytes=facts.get("memory_bytes") or facts.get("host_memory_bytes"),
+        cores=facts.get("cores") or 1,
+        record={**facts, "facts_of_run": runs[-1]["run_id"]},
+    )
+
+
+def _command() -> list[str]:
+    return ["python", "-m", "repro.all", *sys.argv[1:]]
+
+
+def _end(errors: list[str]) -> None:
+    for line in errors:
+        console.print(Text(line, style="red"))
+    raise typer.Exit(1 if errors else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,65 @@
+"""Draws every suite's figures from its rows and writes them; the same rows give the same bytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib.figure
+import pandas as pd
+
+from repro.records import Store, files
+from repro.report import overview, style, tables
+from repro.suite import PROFILES, Figure, Suite
+
+# dates and versions would change the bytes without a change in the picture
+_METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+
+
+def rows_to_draw(store: Store, suites: Sequence[str]) -> pd.DataFrame:
+    """Of each suite and device the `full` rows where there are any, else the `smoke` rows."""
+    frames = []
+    for device in store.devices():
+        for suite in suites:
+            for profile in reversed(PROFILES):
+                rows = store.rows(suite, device, profile)
+                if len(rows):
+                    frames.append(rows)
+                    break
+    return pd.concat(frames, ignore_index=True) if frames else store.rows("")
+
+
+def draw_all(store: Store, suites: Mapping[str, Suite], folder: Path) -> tuple[list[Figure], list[str]]:
+    """Draw and save what every suite with rows has to show; the figures, and one line for each suite that failed."""
+    drawn: list[Figure] = []
+    errors: list[str] = []
+    for name, suite in suites.items():
+        rows = rows_to_draw(store, [name, *suite.NEEDS])
+        if not (rows["suite"] == name).any():
+            continue
+        try:
+            with style.context():
+                for figure in suite.draw(rows):
+                    save(figure.figure, folder, figure.name)
+                    drawn.append(figure)
+        except Exception as e:
+            errors.append(f"{name}: not drawn: {type(e).__name__}: {e}")
+    return drawn, errors
+
+
+def draw_claims(rows: Sequence[tables.Row], folder: Path) -> None:
+    """Write the overview of the claims: claims.svg, claims.png and claims.md."""
+    with style.context():
+        save(overview.draw(rows), folder, "claims")
+    files.replace(folder / "claims.md", ("# The paper's claims\n\n" + tables.markdown(rows, notes=True)).encode())
+
+
+def save(figure: matplotlib.figure.Figure, folder: Path, name: str) -> None:
+    """Write folder/name.svg and .png atomically; a file that would not change is left alone."""
+    for suffix, metadata in _METADATA.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix, metadata=metadata)
+        path = folder / f"{name}.{suffix}"
+        if not path.exists() or path.read_bytes() != buffer.getvalue():
+            files.replace(path, buffer.getvalue())

@@ -1,0 +1,94 @@
+"""Verdicts as text: a table for the terminal, Markdown, and the section of the README between its markers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from repro.claims import BY_ID, AtLeast, AtMost
+from repro.records import files
+from repro.verdicts import headline
+
+Row = Mapping[str, str]
+"""A row of results/claims.csv."""
+
+COLOURS = {
+    "exceeded": "green",
+    "reproduced": "green",
+    "ambiguous": "yellow",
+    "partly": "yellow",
+    "not reproduced": "red",
+    "not run": "bright_black",
+}
+START, END = "<!-- claims: generated from results/claims.csv -->", "<!-- claims: end -->"
+
+
+def number(text: str, unit: str = "") -> str:
+    """A cell of claims.csv as people write it: 3.21x, 61.9%, 4.8 GB, 0.35."""
+    if not text:
+        return ""
+    value = float(text)
+    told = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return told + {"x": "x", "%": "%", "R": "", "": ""}.get(unit, f" {unit}")
+
+
+def paper(row: Row) -> str:
+    """The paper's value, or the threshold where it prints none."""
+    rule = BY_ID[row["id"]].rule
+    if row["paper"]:
+        return number(row["paper"], row["unit"])
+    if isinstance(rule, AtMost):
+        return f"<= {number(str(rule.limit), row['unit'])}"
+    if isinstance(rule, AtLeast):
+        return f"{'>' if rule.strictly else '>='} {number(str(rule.limit), row['unit'])}"
+    return ""
+
+
+def ours(row: Row) -> str:
+    """Our value with its interval, which is left out where it is exact."""
+    value = number(row["value"], row["unit"])
+    if not value or row["ci_low"] == row["ci_high"]:
+        return value
+    return f"{value} [{number(row['ci_low'])}, {number(row['ci_high'])}]"
+
+
+def terminal(rows: Sequence[Row]) -> Table:
+    """The claims for a terminal, with the headline below."""
+    table = Table(title="The paper's claims", caption=headline(rows), header_style="bold", title_justify="left")
+    for name in ("id", "claim", "paper", "ours [95%]", "kind", "device", "verdict"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("id", "verdict"))
+    for r in rows:
+        colour = COLOURS[r["verdict"]]
+        verdict = f"[{colour}]{r['verdict']}[/]"
+        table.add_row(r["id"], r["statement"], paper(r), ours(r).replace("[", r"\["), r["kind"], r["device"], verdict)
+    return table
+
+
+def markdown(rows: Sequence[Row], notes: bool = False) -> str:
+    """The claims as a Markdown table; with `notes`, what stands behind each, or why it was not run."""
+    head = ["id", "the paper's claim", "paper", "ours [95% interval]", "kind", "device", "verdict"]
+    lines = [head + ["note"] * notes, ["---"] * (len(head) + notes)]
+    for r in rows:
+        cells = [r["id"], r["statement"], paper(r), ours(r), r["kind"], r["device"], f"**{r['verdict']}**"]
+        lines.append(cells + [r["note"]] * notes)
+    return "\n".join("| " + " | ".join(c.replace("|", r"\|") for c in line) + " |" for line in lines) + "\n"
+
+
+def readme_section(rows: Sequence[Row]) -> str:
+    """What stands between the README's markers."""
+    return f"{START}\n{headline(rows)}.\n\n{markdown(rows)}{END}"
+
+
+def update_readme(readme: Path, rows: Sequence[Row]) -> bool:
+    """Write the section into a README that has the markers; whether it had them."""
+    text = readme.read_text() if readme.exists() else ""
+    section = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
+    if not section.search(text):
+        return False
+    updated = section.sub(lambda _: readme_section(rows), text)
+    if updated != text:
+        files.replace(readme, updated.encode())
+    return True

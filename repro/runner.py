@@ -1,0 +1,225 @@
+"""Measures what is missing: plans a profile's cases in dependency order, runs them one by one, persists each."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pandas as pd
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from repro import suite as registry
+from repro.measure.machine import Machine, read_clocks
+from repro.records import Run, Store, case_key
+from repro.suite import Case, CaseSkipped, Profile, Suite
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a suite has to measure. cases: all of the profile's on this machine. todo: those that are not recorded."""
+
+    name: str
+    suite: Suite
+    cases: tuple[Case, ...]
+    todo: tuple[Case, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of what is to do."""
+        return sum(c.seconds for c in self.todo)
+
+
+class _Advance:
+    """Feeds the progress bar, whose unit is the estimated second."""
+
+    def __init__(self, progress: Progress, suites: dict[str, int], seconds: float) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=seconds, cases=0, of=sum(suites.values()), began=time.monotonic())
+
+    def begin(self, suite: str) -> None:
+        self._progress.update(self._task, description=suite, began=time.monotonic())
+
+    def end(self, seconds: float) -> None:
+        self._progress.update(self._task, advance=seconds, cases=self._progress.tasks[0].fields["cases"] + 1)
+
+
+@dataclass
+class Outcome:
+    """How measuring went. failed: a line a case that raised. interrupted: whether Ctrl-C ended it."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def load_suites(names: Iterable[str] | None = None) -> tuple[dict[str, Suite], list[str]]:
+    """Suites by name with all that they need, each after its needs; and a line for each that cannot be loaded.
+
+    names: None loads every suite. Raises KeyError for an unknown name, ValueError where needs go in a circle.
+    """
+    known = registry.names()
+    loaded: dict[str, Suite] = {}
+    errors: dict[str, str] = {}
+
+    def visit(name: str, path: tuple[str, ...]) -> bool:
+        if name in path:
+            raise ValueError(f"suites need each other in a circle: {' -> '.join((*path, name))}")
+        if name in loaded or name in errors:
+            return name in loaded
+        try:
+            suite = registry.load(name)
+        except KeyError:
+            if not path:
+                raise
+            errors[name] = f"{name}: no such suite, but {path[-1]} needs it"
+            return False
+        except Exception as e:
+            errors[name] = f"{name}: cannot be loaded: {type(e).__name__}: {e}"
+            return False
+        # a suite whose need is broken can still be drawn and judged from its rows
+        for need in suite.NEEDS:
+            visit(need, (*path, name))
+        loaded[name] = suite
+        return True
+
+    for name in known if names is None else names:
+        visit(name, ())
+    return loaded, list(errors.values())
+
+
+def plan(
+    store: Store, suites: dict[str, Suite], machine: Machine, profile: Profile, again: bool = False
+) -> tuple[list[Planned], list[str]]:
+    """What is to do on this machine, in the suites' order; and a line for each suite whose cases cannot be listed.
+
+    again: plan recorded cases too.
+    """
+    planned: list[Planned] = []
+    errors: list[str] = []
+    for name, suite in suites.items():
+        try:
+            cases = tuple(suite.cases(profile, machine))
+            done = set() if again else store.done(name, machine.slug, profile)
+            planned.append(Planned(name, suite, cases, tuple(c for c in cases if case_key(c.key) not in done)))
+        except Exception as e:
+            errors.append(f"{name}: cases cannot be listed: {type(e).__name__}: {e}")
+    return planned, errors
+
+
+def table(planned: Sequence[Planned], machine: Machine, profile: Profile) -> Table:
+    """The plan for people: suite, cases, done, to do, estimated time."""
+    shown = Table(title=f"{profile} on {machine.slug}", title_justify="left", header_style="bold", show_footer=True)
+    shown.add_column("suite", "all")
+    for name, total in (
+        ("cases", sum(len(p.cases) for p in planned)),
+        ("done", sum(len(p.cases) - len(p.todo) for p in planned)),
+        ("to do", sum(len(p.todo) for p in planned)),
+    ):
+        shown.add_column(name, str(total), justify="right")
+    shown.add_column("estimated", _duration(sum(p.seconds for p in planned)), justify="right")
+    for p in planned:
+        counts = (len(p.cases), len(p.cases) - len(p.todo), len(p.todo))
+        shown.add_row(p.name, *map(str, counts), _duration(p.seconds))
+    return shown
+
+
+def measure(
+    store: Store,
+    planned: Sequence[Planned],
+    machine: Machine,
+    profile: Profile,
+    command: Sequence[str],
+    console: Console,
+    debug: bool = False,
+) -> Outcome:
+    """Measure and persist every case that is to do. A case that fails is reported and the others go on.
+
+    debug: show the traceback of a failed case.
+    """
+    outcome = Outcome()
+    if not any(p.todo for p in planned):
+        return outcome
+    run = store.start(machine, command, None, profile)
+    try:
+        with _progress(planned, console) as advance:
+            for p in planned:
+                _measure_suite(store, run, p, machine, outcome, console, debug, advance)
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    finally:
+        status = "interrupted" if outcome.interrupted else "failed" if outcome.failed else "finished"
+        store.finish(run, status, outcome.counts, read_clocks(machine.gpu_count))
+    return outcome
+
+
+def _measure_suite(
+    store: Store,
+    run: Run,
+    p: Planned,
+    machine: Machine,
+    outcome: Outcome,
+    console: Console,
+    debug: bool,
+    advance: _Advance,
+) -> None:
+    skipped: Counter[str] = Counter()
+    before = outcome.counts["measured"]
+    needs = store.gather(p.suite.NEEDS, run.device, run.profile)
+    for case in p.todo:
+        advance.begin(p.name)
+        try:
+            own = store.rows(p.name, run.device, run.profile)
+            inputs = pd.concat([f for f in (needs, own) if len(f)] or [own], ignore_index=True)
+            store.append(run, p.name, case, p.suite.measure(case, machine, inputs))
+            outcome.counts["measured"] += 1
+        except CaseSkipped as e:
+            skipped[str(e)] += 1
+            outcome.counts["skipped"] += 1
+        except Exception as e:
+            told = " ".join(f"{type(e).__name__}: {e}".split())
+            key = ", ".join(f"{k}={v}" for k, v in case.key.items())
+            outcome.failed.append(f"{p.name}: failed ({key}): {told[:300]}")
+            outcome.counts["failed"] += 1
+            console.print(Text(outcome.failed[-1], style="red"))
+            if debug:
+                console.print_exception()
+        advance.end(case.seconds)
+    for reason, count in skipped.items():
+        console.print(Text(f"{p.name}: {count} skipped: {reason}", style="yellow"))
+    if p.todo:
+        measured = outcome.counts["measured"] - before
+        console.print(f"{p.name}: {measured} measured, {len(p.cases) - len(p.todo)} already recorded", highlight=False)
+
+
+@contextmanager
+def _progress(planned: Sequence[Planned], console: Console) -> Iterator[_Advance]:
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), _Cases(), _TimeLeft())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Advance(progress, {p.name: len(p.todo) for p in planned}, sum(p.seconds for p in planned))
+
+
+class _Cases(MofNCompleteColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.fields['cases']}/{task.fields['of']} cases")
+
+
+class _TimeLeft(ProgressColumn):
+    """Time left: the estimates that are left, times how far the estimates so far were off."""
+
+    def render(self, task: Task) -> Text:
+        current = time.monotonic() - task.fields["began"]
+        spent = max((task.elapsed or 0.0) - current, 0.0)
+        pace = spent / task.completed if task.completed else 1.0
+        left = max((task.total or 0.0) - task.completed, 0.0) * pace - current
+        return Text(f"{_duration(max(left, 0.0))} left", style="cyan")
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
