@@ -1,0 +1,249 @@
+"""Cost models fitted to measured step times: least squares on relative error, intervals, held-out error.
+
+Relative error, because a bucket of images and a bucket of long clips matter alike: each gets its share of the steps.
+Held out are whole lengths, never single batch sizes: a model that has seen (4, S) hardly has to predict (5, S).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+
+from repro.balance.cost import UNIT, Floats, MeasuredCost, PowerCost, QuadraticCost, Range, TableCost
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Form = Literal["power", "quadratic", "table"]
+FORMS: tuple[Form, ...] = get_args(Form)
+FOLDS = 5
+RESAMPLES = 200
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Measured step times of one model width, depth and AdaLN.
+
+    batch, tokens: int64 [M]. seconds: float64 [M]. layers: blocks measured. measured: bool [M], False where the
+    time was put together from another AdaLN's (`with_adaln`). source: run_ids, separated by spaces.
+    """
+
+    batch: Ints
+    tokens: Ints
+    seconds: Floats
+    layers: int
+    measured: Bools
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.batch.size == self.tokens.size == self.seconds.size == self.measured.size:
+            raise ValueError("batch, tokens, seconds and measured must be equally long")
+        if not (self.seconds > 0).all():
+            raise ValueError(f"step times must be positive, got {self.seconds.min() if self.seconds.size else 'none'}")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted cost and how good it is.
+
+    cost: at the measured depth. parameters: name -> (value, low, high), 95% interval by bootstrap over lengths (a table
+    has none). residuals, held_out: float64 [M], fitted / measured - 1 with all data and with the shape's length held
+    out, which for the shortest and the longest is extrapolation.
+    """
+
+    cost: MeasuredCost
+    parameters: dict[str, tuple[float, float, float]]
+    observations: Observations
+    residuals: Floats
+    held_out: Floats
+
+    @property
+    def mape(self) -> float:
+        """Mean absolute percentage error over measured shapes."""
+        return _mape(self.residuals[self.observations.measured])
+
+    @property
+    def held_out_mape(self) -> float:
+        """The same with the lengths held out."""
+        return _mape(self.held_out[self.observations.measured])
+
+
+def observations(rows: pd.DataFrame, model: str, adaln: str, layers: int | None = None) -> Observations:
+    """Step times of `model` with `adaln` from rows of suite `block_time`.
+
+    layers: depth to take; None for the one that was measured most. Shapes of AdaLNs other than `eager` are completed by
+    `with_adaln`. Raises ValueError where there are no such rows.
+    """
+    eager = _read(rows, model, "eager", layers)
+    return eager if adaln == "eager" else with_adaln(eager, _read(rows, model, adaln, eager.layers))
+
+
+def with_adaln(eager: Observations, other: Observations) -> Observations:
+    """Times of another AdaLN on all of eager's shapes.
+
+    Measured where it was measured; elsewhere eager's time plus delta_0 + delta_1 * B * S, fitted to the differences at
+    the shapes that both have: AdaLN is launches and traffic proportional to tokens. Comparing AdaLNs through such pairs
+    keeps a cost model's own error, which is larger than the difference, out of the comparison.
+
+    Raises ValueError for fewer than three common shapes.
+    """
+    times = {(b, s): t for b, s, t in zip(other.batch, other.tokens, other.seconds, strict=True)}
+    shapes = list(zip(eager.batch, eager.tokens, strict=True))
+    common = np.array([shape in times for shape in shapes], dtype=bool)
+    if common.sum() < 3:
+        raise ValueError(f"at least three shapes must be measured with both AdaLNs, got {common.sum()}")
+    n = eager.batch * eager.tokens / UNIT
+    difference = np.array([times.get(shape, np.nan) for shape in shapes]) - eager.seconds
+    design = np.stack([np.ones_like(n), n], axis=1) / eager.seconds[:, None]
+    delta, *_ = np.linalg.lstsq(design[common], (difference / eager.seconds)[common], rcond=None)
+    completed = np.where(common, eager.seconds + difference, eager.seconds + delta[0] + delta[1] * n)
+    return replace(eager, seconds=completed, measured=common, source=_merged(eager.source, other.source))
+
+
+def fit(form: Form, data: Observations, resamples: int = RESAMPLES) -> Fit:
+    """Fit `form` to the observations.
+
+    Bounds: a, b, c, d >= 0 and 0.5 <= p <= 3, within which each term has a meaning. `table` corrects the fitted
+    quadratic. Raises ValueError where there are fewer observations than parameters or fewer lengths than folds.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+    lengths = np.unique(data.tokens)
+    if lengths.size < FOLDS or data.batch.size <= len(_NAMES["quadratic"]):
+        raise ValueError(
+            f"a cost needs at least {FOLDS} lengths and {len(_NAMES['quadratic']) + 1} shapes, "
+            f"got {lengths.size} lengths and {data.batch.size} shapes"
+        )
+    cost = _fit_cost(form, data)
+    held_out = np.empty_like(data.seconds)
+    for left_out in folds(data.tokens):
+        partial = _fit_cost(form, _take(data, ~left_out)).extrapolating()
+        held_out[left_out] = partial.seconds(data.batch[left_out], data.tokens[left_out]) / data.seconds[left_out] - 1
+    return Fit(
+        cost,
+        {} if form == "table" else _intervals(form, data, resamples),
+        data,
+        cost.seconds(data.batch, data.tokens) / data.seconds - 1,
+        held_out,
+    )
+
+
+def folds(tokens: Ints) -> Iterator[Bools]:
+    """FOLDS masks [M] that hold every shape out once: every FOLDS-th length, so that each fold spans the range."""
+    rank = np.searchsorted(np.unique(tokens), tokens)
+    return (rank % FOLDS == k for k in range(FOLDS))
+
+
+_NAMES: dict[str, tuple[str, ...]] = {"power": ("a", "b", "p"), "quadratic": ("a", "b", "c", "d")}
+
+
+def _fit_cost(form: Form, data: Observations) -> MeasuredCost:
+    """The cost alone."""
+    about: dict[str, Any] = {
+        "layers": data.layers,
+        "measured_layers": data.layers,
+        "range": Range.of(data.batch, data.tokens),
+        "source": data.source,
+    }
+    b, s = data.batch.astype(np.float64), data.tokens / UNIT
+    launches, per_token = 0.5 * float(data.seconds.min()), float(np.median(data.seconds / (b * s)))
+    if form == "power":
+        x = _solve(
+            lambda x: x[0] + x[1] * b * s ** x[2],
+            data.seconds,
+            start=(launches, per_token, 1.2),
+            lower=(0, 0, 0.5),
+            upper=(np.inf, np.inf, 3),
+        )
+        return PowerCost(a=x[0], b=x[1], p=x[2], **about)
+    x = _solve(
+        lambda x: x[0] + b * (x[1] * s + x[2] * s * s + x[3]),
+        data.seconds,
+        start=(launches, per_token, 0.3 * per_token, 0.01 * per_token),
+        lower=(0, 0, 0, 0),
+        upper=(np.inf, np.inf, np.inf, np.inf),
+    )
+    quadratic = QuadraticCost(a=x[0], b=x[1], c=x[2], d=x[3], **about)
+    if form == "quadratic":
+        return quadratic
+    b_tuple, s_tuple, measured = (tuple(x.tolist()) for x in (data.batch, data.tokens, data.seconds))
+    return TableCost(base=quadratic, batch=b_tuple, tokens=s_tuple, measured_seconds=measured, **about)
+
+
+def _solve(
+    model: Callable[[Floats], Floats],
+    seconds: Floats,
+    start: Sequence[float],
+    lower: Sequence[float],
+    upper: Sequence[float],
+) -> list[float]:
+    """Parameters that minimise the squared relative error of `model`."""
+
+    def relative_error(x: Floats) -> Floats:
+        return model(x) / seconds - 1
+
+    x0 = np.asarray(start, np.float64)
+    result = least_squares(relative_error, x0, bounds=(lower, upper), x_scale=x0, xtol=1e-12)
+    return [float(x) for x in result.x]
+
+
+def _intervals(form: Form, data: Observations, resamples: int) -> dict[str, tuple[float, float, float]]:
+    """Each parameter with its 95% interval: bootstrap over lengths, since shapes of one length err alike."""
+    generator = np.random.default_rng(0)
+    lengths = np.unique(data.tokens)
+    of_length = [np.flatnonzero(data.tokens == s) for s in lengths]
+    values = []
+    for _ in range(resamples):
+        picks = np.concatenate([of_length[i] for i in generator.integers(0, lengths.size, lengths.size)])
+        values.append(_parameters(form, _fit_cost(form, _take(data, picks))))
+    low, high = np.quantile(np.array(values), [0.025, 0.975], axis=0)
+    best = _parameters(form, _fit_cost(form, data))
+    return {
+        name: (v, min(float(lo), v), max(float(hi), v))
+        for name, v, lo, hi in zip(_NAMES[form], best, low, high, strict=True)
+    }
+
+
+def _parameters(form: Form, cost: MeasuredCost) -> list[float]:
+    return [float(getattr(cost, name)) for name in _NAMES[form]]
+
+
+def _take(data: Observations, at: Ints | Bools) -> Observations:
+    return replace(
+        data, batch=data.batch[at], tokens=data.tokens[at], seconds=data.seconds[at], measured=data.measured[at]
+    )
+
+
+def _read(rows: pd.DataFrame, model: str, adaln: str, layers: int | None) -> Observations:
+    at = (rows["suite"] == "block_time") & (rows["metric"] == "forward_backward")
+    table = rows[at & (rows["model"] == model) & (rows["adaln"] == adaln)]
+    depths = table["layers"].astype(int)
+    if layers is None and not table.empty:
+        layers = int(depths.value_counts().index[0])
+    table = table[depths == layers]
+    if table.empty:
+        raise ValueError(f"no block_time rows of model {model!r} with adaln {adaln!r} and layers {layers}")
+    return Observations(
+        table["batch"].to_numpy().astype(np.int64),
+        table["tokens"].to_numpy().astype(np.int64),
+        table["value"].to_numpy(np.float64) / 1e3,
+        int(layers or 0),
+        np.ones(len(table), dtype=bool),
+        _merged(*table["run_id"].astype(str)),
+    )
+
+
+def _merged(*sources: str) -> str:
+    return " ".join(sorted({run for source in sources for run in source.split()}))
+
+
+def _mape(relative: Floats) -> float:
+    return 100 * float(np.mean(np.abs(relative)))
