@@ -1,0 +1,287 @@
+"""How fast LayerNorm-modulate runs: the fused op against the discrete kernels, and all of them against the memory.
+
+Columns as in every kernel suite: impl (eager, wan: formulas of `repro.adaln.reference`; compile: eager through Inductor
+with static shapes; fused, dtile: `repro.adaln.layer_norm_modulate`, which differ in the backward; stream: plain kernels
+that only move the bytes), form (per_sample), pass, dtype, batch, tokens, dim.
+
+Metrics: time (us, device, cold cache), time_called (us, from Python, launches included), bandwidth (GB/s of necessary
+traffic: x and y forward; dy, x and dx backward), ceiling (% of the fastest large stream with the same mix of reads and
+writes), ceiling_same_size (% of such a stream over as many bytes), speedup (over eager in the same dtype).
+
+The necessary traffic is what any implementation has to move. On a CPU small cases stay in its caches, so that their
+ceiling may pass 100%; on a GPU a bandwidth above that of both streams is a broken measurement and raises.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+from repro.measure.stats import Interval, measured, median_interval, ratio_interval, seed_text
+from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from repro.measure.machine import Machine
+    from repro.measure.norm_modulate import Direction, Problem, Times
+    from repro.measure.stream import Traffic
+
+NAME = "kernel_speed"
+CLAIMS = ("K1", "K2")
+NEEDS: tuple[str, ...] = ()
+PARAMETERS = ("impl", "form", "pass", "dtype", "batch", "tokens", "dim")
+
+IMPLS = ("stream", "eager", "wan", "compile", "fused", "dtile")
+"""Order of measuring within a shape: what the others are compared with comes first."""
+DTYPES = ("bf16", "fp32")
+TOKENS = (64_000, 65_536, 32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
+DIMS = (5_120, 1_536)
+"""Widths of Wan 2.1 14B and 1.3B; with 64,000 tokens first, a run cut short still answers K1 and K2."""
+TEXT_STREAM = (8, 512)
+"""Batch and tokens of the text stream of an MMDiT: many short samples."""
+CLAIMED = {"form": "per_sample", "dtype": "bf16", "batch": 1, "tokens": 64_000, "dim": 5_120}
+"""The cell that K1 and K2 are judged on."""
+
+PAPER = {"forward": ("paper: 3.21x to 3.39x", 3.21), "backward": ("paper: up to 1.42x", 1.42)}
+"""Speedups of AdaptiveLoad (arXiv 2605.17923); it does not state the dtype."""
+
+Shape = tuple[int, int, int]
+"""batch, tokens, dim"""
+
+_SECONDS = {"smoke": 0.05, "full": 0.25}
+_times: dict[tuple[str, Direction, Problem, torch.device], Times] = {}
+"""Eager's and the streams' samples of this process, for the ratios of the cases that follow."""
+
+
+class HarnessError(RuntimeError):
+    """A measurement that cannot be true."""
+
+
+def cases(profile: Profile, machine: Machine) -> list[Case]:
+    """Shapes one after the other, all implementations and both passes of a shape together."""
+    grid = [(shape, dtype) for shape, dtype in product(_shapes(profile, machine), DTYPES) if _fits(shape, machine)]
+    return [
+        _case(impl, direction, dtype, shape, profile, machine)
+        for (shape, dtype), impl, direction in product(grid, IMPLS, ("forward", "backward"))
+        if _measurable(impl, direction, profile, machine)
+    ]
+
+
+def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
+    """Check and time one implementation. Ratios are formed with eager and streams measured in this process.
+
+    Raises CaseSkipped where the compiled kernels are missing or memory runs out, HarnessError for a bandwidth above
+    its stream's, `repro.measure.verify.WrongResultError` for a wrong result.
+    """
+    import torch
+
+    device = torch.device("cuda" if machine.has_gpu else "cpu")
+    impl, direction = str(case.key["impl"]), _direction(case)
+    if impl in ("fused", "dtile") and machine.has_gpu:
+        from repro.adaln import build
+
+        if not build.ensure_loaded():
+            raise CaseSkipped(f"the CUDA kernels are not there: {build.failure()}")
+    seconds = _SECONDS["full" if machine.has_gpu else "smoke"]
+    try:
+        return _measure(impl, direction, _problem(case), device, seconds, seed_text(NAME, case.key))
+    except torch.OutOfMemoryError as e:
+        reason = f"{dict(case.key)} does not fit into memory: {str(e).splitlines()[0]}"
+    # Outside the handler: the exception's traceback holds the tensors that are to be freed.
+    torch.cuda.empty_cache()
+    raise CaseSkipped(reason)
+
+
+def evidence(rows: pd.DataFrame) -> list[Evidence]:
+    """K1 from fused's forward, K2 from dtile's backward; what else was measured on that cell stands in the note."""
+    cell = _select(rows, **CLAIMED)
+    found = []
+    for claim, direction, impl in (("K1", "forward", "fused"), ("K2", "backward", "dtile")):
+        own = _select(cell, **{"pass": direction})
+        speedup = _select(own, impl=impl, metric="speedup")
+        time = _select(own, metric="time").set_index("impl")["value"]
+        if speedup.empty or not {"eager", impl} <= set(time.index):
+            continue
+        row = speedup.iloc[0]
+        others = [
+            f"{i} {time['eager'] / time[i]:.2f}x" for i in IMPLS if i in time and i not in ("stream", "eager", impl)
+        ]
+        ceiling = _select(own, metric="ceiling").set_index("impl")["value"]
+        shown = [f"{i} {ceiling[i]:.0f}%" for i in IMPLS if i in ceiling and i in ("eager", "fused", "dtile")]
+        found.append(
+            Evidence(
+                claim,
+                float(row["value"]),
+                float(row["ci_low"]),
+                float(row["ci_high"]),
+                "measured",
+                baseline=float(time["eager"]),
+                treated=float(time[impl]),
+                note=f"device us, eager against {impl}, {direction}, bf16, B=1, N=64,000, D=5120; others over eager: "
+                f"{', '.join(others) or 'not measured'}; of the memory's ceiling: {', '.join(shown) or 'not measured'}",
+            )
+        )
+    return found
+
+
+def draw(rows: pd.DataFrame) -> list[Figure]:
+    """For each device: speedup over eager, and % of the ceiling, against the number of tokens."""
+    figures = []
+    rows = rows[rows["suite"] == NAME]
+    for device, own in rows.groupby("device", sort=True):
+        full = own[own["profile"] == "full"]
+        shown = own if full.empty else full
+        smoke = " Smoke profile: small sizes, few samples." if full.empty else ""
+        figures += [
+            _draw_metric(shown, "speedup", "speedup over eager", f"kernel_speedup-{device}", smoke),
+            _draw_metric(shown, "ceiling", "% of the large stream", f"kernel_ceiling-{device}", smoke),
+        ]
+    return [f for f in figures if f is not None]
+
+
+def _shapes(profile: Profile, machine: Machine) -> list[Shape]:
+    if profile == "smoke":
+        return [(1, n, 1_536) for n in (8_192, 1_024)] if machine.has_gpu else [(1, n, 256) for n in (1_024, 256)]
+    if not machine.has_gpu:
+        return [(1, n, 1_536) for n in (8_192, 4_096, 1_024)]
+    return [(1, n, d) for n, d in product(TOKENS, DIMS)] + [(*TEXT_STREAM, d) for d in DIMS]
+
+
+def _measurable(impl: str, direction: str, profile: Profile, machine: Machine) -> bool:
+    if impl == "dtile":  # its forward is fused's; without kernels its backward is fused's as well
+        return direction == "backward" and machine.has_gpu
+    # Compiling takes longer than a smoke run should, and on a CPU needs a C++ compiler.
+    return impl != "compile" or (profile == "full" and machine.has_gpu)
+
+
+def _fits(shape: Shape, machine: Machine) -> bool:
+    batch, tokens, dim = shape
+    # Wan's formula in the backward: a dozen float32 tensors of x's size, and the float64 reference.
+    return machine.memory_bytes is None or 100 * batch * tokens * dim < machine.memory_bytes
+
+
+def _case(impl: str, direction: str, dtype: str, shape: Shape, profile: Profile, machine: Machine) -> Case:
+    batch, tokens, dim = shape
+    elements = batch * tokens * dim
+    if machine.has_gpu:
+        # 30 samples of both times at eager's rate of some 600 GB/s, the checks, and two compilations for `compile`.
+        seconds = 0.3 + elements * 2e-9 + (3.0 if (impl, direction) == ("compile", "forward") else 0.0)
+    else:
+        seconds = 0.15 + elements * 4e-7
+    values = (impl, "per_sample", direction, dtype, batch, tokens, dim)
+    return Case(dict(zip(PARAMETERS, values, strict=True)), seconds)
+
+
+def _problem(case: Case) -> Problem:
+    import torch
+
+    from repro.measure.norm_modulate import Problem
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[str(case.key["dtype"])]
+    return Problem(int(case.key["batch"]), int(case.key["tokens"]), int(case.key["dim"]), dtype)
+
+
+def _direction(case: Case) -> Direction:
+    direction = case.key["pass"]
+    if direction == "forward":
+        return "forward"
+    if direction == "backward":
+        return "backward"
+    raise ValueError(f"pass must be forward or backward, got {direction!r}")
+
+
+def _measure(
+    impl: str, direction: Direction, problem: Problem, device: torch.device, seconds: float, seed: str
+) -> list[Measurement]:
+    from repro.measure import stream
+    from repro.measure.norm_modulate import READS
+
+    times = _cached(impl, direction, problem, device, seconds)
+    traffic = stream.Traffic(times.device, problem.traffic(direction))
+    best = stream.best(problem.dtype, READS[direction], device)
+    ceiling = _percent_of(best, traffic, seed)
+    rows = [
+        measured("time", "us", median_interval(times.device.samples_us, seed), times.device.samples_us),
+        measured("time_called", "us", median_interval(times.called.samples_us, seed), times.called.samples_us),
+        measured("bandwidth", "GB/s", median_interval(traffic.us_per_gb, seed).map(lambda us: 1e6 / us)),
+        measured("ceiling", "%", ceiling),
+    ]
+    if impl == "stream":
+        return rows
+    same = _cached("stream", direction, problem, device, seconds)
+    same_size = _percent_of(stream.Traffic(same.device, traffic.bytes), traffic, seed)
+    if device.type == "cuda" and min(ceiling.low, same_size.low) > 100:
+        raise HarnessError(
+            f"{impl} {direction} over {problem} reads {ceiling.value:.1f}% [{ceiling.low:.1f}, {ceiling.high:.1f}] of "
+            f"the fastest large stream and {same_size.value:.1f}% of one of its size: it cannot have moved all its "
+            "bytes through memory while it was timed"
+        )
+    rows.append(measured("ceiling_same_size", "%", same_size))
+    if impl != "eager":
+        eager = _cached("eager", direction, problem, device, seconds)
+        rows.append(measured("speedup", "x", ratio_interval(eager.device.samples_us, times.device.samples_us, seed)))
+    return rows
+
+
+def _percent_of(stream: Traffic, own: Traffic, seed: str) -> Interval:
+    """Bandwidth of a call in % of a stream's."""
+    return ratio_interval(stream.us_per_gb, own.us_per_gb, seed).map(lambda ratio: 100 * ratio)
+
+
+def _cached(impl: str, direction: Direction, problem: Problem, device: torch.device, seconds: float) -> Times:
+    """Times of this process, measured where they are not there yet (a resumed run); kept for what others refer to."""
+    from repro.measure import norm_modulate
+
+    key = (impl, direction, problem, device)
+    if key not in _times:
+        times = norm_modulate.measure(impl, direction, problem, device, seconds)
+        if impl not in ("stream", "eager"):
+            return times
+        _times[key] = times
+    return _times[key]
+
+
+def _select(rows: pd.DataFrame, **values: object) -> pd.DataFrame:
+    for column, value in values.items():
+        rows = rows[rows[column] == value]
+    return rows
+
+
+def _draw_metric(rows: pd.DataFrame, metric: str, label: str, name: str, remark: str) -> Figure | None:
+    from repro.report import style
+
+    rows = rows[(rows["metric"] == metric) & (rows["batch"] == 1)]
+    if rows.empty:
+        return None
+    dims, dtypes = sorted(rows["dim"].unique()), [d for d in DTYPES if (rows["dtype"] == d).any()]
+    columns = list(product(("forward", "backward"), dtypes))
+    figure, axes = style.subplots(len(dims), len(columns), size=(3.4, 2.8), sharex="col")
+    for i, dim in enumerate(dims):
+        for j, (direction, dtype) in enumerate(columns):
+            ax = axes[i, j]
+            cell = _select(rows, dim=dim, dtype=dtype, **{"pass": direction})
+            for impl in style.ordered(list(cell["impl"])):
+                own = cell[cell["impl"] == impl]
+                style.series(ax, own["tokens"], own["value"], impl, low=own["ci_low"], high=own["ci_high"])
+            style.token_axis(ax, cell["tokens"].to_numpy(), "tokens N" if i == len(dims) - 1 else "")
+            ax.set_title(f"{direction}, {dtype}, D={dim:,}")
+            if j == 0:
+                ax.set_ylabel(label)
+            top = cell["ci_high"].max() if len(cell) else 1.0
+            if metric == "ceiling":
+                ax.axhline(100, color="black", linewidth=0.8)
+            elif dtype == "bf16":
+                text, value = PAPER[direction]
+                style.paper_value(ax, value, text)
+                top = max(top, value)
+            ax.set_ylim(0, 1.12 * top)
+    handles = {text: h for ax in figure.axes for h, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=len(handles))
+    caption = {
+        "speedup": "Speedup over eager in the same dtype, device time with a cold cache, B=1; bars are 95% intervals.",
+        "ceiling": "Bandwidth of necessary traffic, as % of the fastest large plain stream with the same mix of reads "
+        "and writes (1:1 forward, 2:1 backward), B=1.",
+    }[metric]
+    return Figure(name, figure, caption + remark, CLAIMS)
