@@ -74,7 +74,7 @@ def main(
     draw.draw_claims(rows, folder)
     tables.update_readme(results.parent / "README.md", rows)
 
-    console.print(tables.terminal(rows))
+    console.print(tables.terminal(rows, console.width))
     console.print(f"{len(drawn) + 1} figures in {folder}, verdicts in {results / 'claims.csv'}", highlight=False)
     _end([*errors, *undrawn, *unjudged])
 

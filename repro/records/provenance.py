@@ -66,4 +66,6 @@ def _git(*arguments: str) -> str:
 
 
 def _extension_hash() -> str:
-    raise LookupError("the extension's builder has no hash yet")
+    from repro.adaln import build
+
+    return build.build_hash()

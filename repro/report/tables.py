@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from repro.claims import BY_ID, AtLeast, AtMost
 from repro.records import files
@@ -55,15 +56,17 @@ def ours(row: Row) -> str:
     return f"{value} [{number(row['ci_low'])}, {number(row['ci_high'])}]"
 
 
-def terminal(rows: Sequence[Row]) -> Table:
-    """The claims for a terminal, with the headline below."""
+def terminal(rows: Sequence[Row], width: int) -> Table:
+    """The claims for a terminal of `width` characters, with the headline below; what was not run says why."""
     table = Table(title="The paper's claims", caption=headline(rows), header_style="bold", title_justify="left")
     for name in ("id", "claim", "paper", "ours [95%]", "kind", "device", "verdict"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("id", "verdict"))
+        table.add_column(Text(name), overflow="fold", no_wrap=name in ("id", "paper", "verdict"))
     for r in rows:
-        colour = COLOURS[r["verdict"]]
-        verdict = f"[{colour}]{r['verdict']}[/]"
-        table.add_row(r["id"], r["statement"], paper(r), ours(r).replace("[", r"\["), r["kind"], r["device"], verdict)
+        ran = r["verdict"] != "not run"
+        claim = r["statement"] if width >= 130 else BY_ID[r["id"]].title
+        result = Text(ours(r) if ran else r["note"], style="" if ran else "dim")
+        verdict = Text(r["verdict"], style=COLOURS[r["verdict"]])
+        table.add_row(r["id"], claim, paper(r), result, r["kind"], r["device"], verdict)
     return table
 
 
