@@ -77,8 +77,8 @@ def _wan_uniform() -> Mix:
         name="wan-uniform",
         summary="Wan 2.1 480p and 720p, 1 to 81 frames; each bucket equally often under equal-token batches",
         source="shapes: Wan 2.1 (arXiv 2503.20314); token budget: AdaptiveLoad (arXiv 2605.17923)",
-        assumptions="AdaptiveLoad does not publish its mix. Uniform over equal-token micro-batches of 48,000 tokens: its "
-        "baseline meets every bucket equally often. 720p stops at 49 frames, the longest that fits the budget.",
+        assumptions="AdaptiveLoad does not publish its mix. Uniform over equal-token micro-batches of 48,000 tokens: "
+        "its baseline meets every bucket equally often. 720p stops at 49 frames, the longest that fits the budget.",
         shapes=tuple(shapes),
         weights=tuple(max(1, TOKEN_BUDGET // _tokens(s)) for s in shapes),
     )
@@ -201,12 +201,12 @@ def _worst_case() -> Mix:
 
     A step of R ranks waits for its slowest. If a share q of the micro-batches is long and costs k short ones, the
     ranks work (1 + q (k - 1)) / (1 + (1 - (1 - q)^R) (k - 1)) of the time. For the 14B model k is 2.6 at 48,000 tokens,
-    and the minimum over q lies near 0.19 for 8 ranks and 0.13 for 16, flat around both: one in eight serves both.
+    and the minimum over q lies near 0.19 for 8 ranks and 0.13 for 16: one in six is within 2% of both.
     """
-    short, long, micro_batches = Shape(1, 480, 832), Shape(49, 720, 1280), 8
+    short, long, micro_batches = Shape(1, 480, 832), Shape(49, 720, 1280), 6
     return Mix(
         name="worst-case",
-        summary="Images and the longest clips only: one equal-token micro-batch in eight is a single long clip",
+        summary="Images and the longest clips only: one equal-token micro-batch in six is a single long clip",
         source="shapes and token budget as wan-uniform (arXiv 2503.20314, arXiv 2605.17923); the mix is ours",
         assumptions="AdaptiveLoad's worst sequence mix is not described. Taken as the two-bucket mix under which "
         "equal-token ranks wait the longest for the slowest of them, on 8 and 16 ranks.",
