@@ -1,0 +1,5 @@
+#include "rows_instances.cuh"
+
+namespace adaln {
+template struct RowKernels<__half, __half>;
+}  // namespace adaln

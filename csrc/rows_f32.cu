@@ -1,0 +1,5 @@
+#include "rows_instances.cuh"
+
+namespace adaln {
+template struct RowKernels<float, float>;
+}  // namespace adaln

@@ -1,0 +1,152 @@
+// Kernels that take any D, any alignment and any row stride, one element at a time; the paper's D-tile reduction; and
+// the fixed-order finish of the partial sums.
+#pragma once
+
+#include "backward.cuh"
+#include "forward.cuh"
+
+namespace adaln {
+
+constexpr int kScalarThreads = 256;
+
+// Sum over the block, in a fixed order; every thread gets it. `shared` holds kScalarThreads / 32 floats.
+__device__ __forceinline__ float block_sum(float v, float* shared) {
+  float one[1] = {v};
+  warp_sum_scatter(one);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = one[0];
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kScalarThreads / 32; ++w) total += shared[w];
+  return total;
+}
+
+template <typename T>
+__device__ __forceinline__ T* row_of(const Tensor& t, int64_t sample, int64_t row) {
+  return static_cast<T*>(t.data) + sample * t.batch_stride + row * t.row_stride;
+}
+
+template <typename X, typename Y>
+__global__ void __launch_bounds__(kScalarThreads) forward_scalar(const ForwardArgs a, int64_t batch, int64_t rows) {
+  __shared__ float shared[kScalarThreads / 32];
+  for (int64_t index = blockIdx.x; index < batch * rows; index += gridDim.x) {
+    const int64_t sample = index / rows, row = index % rows;
+    const X* const x = row_of<X>(a.x, sample, row);
+    Y* const y = row_of<Y>(a.y, sample, row);
+    const float origin = to_float(x[0]);
+    float sum = 0.0f;
+    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) sum += to_float(x[d]) - origin;
+    const float mean = origin + block_sum(sum, shared) / static_cast<float>(a.dim);
+    float m2 = 0.0f;
+    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {
+      const float deviation = to_float(x[d]) - mean;
+      m2 = fmaf(deviation, deviation, m2);
+    }
+    const float rstd = rsqrtf(block_sum(m2, shared) / static_cast<float>(a.dim) + a.eps);
+    if (threadIdx.x == 0) a.mean[index] = mean, a.rstd[index] = rstd;
+    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {
+      const float gain =
+          1.0f + load_element(a.scale.data, a.scale.type, sample * a.scale.batch_stride + d * a.scale.stride);
+      const float bias = load_element(a.shift.data, a.shift.type, sample * a.shift.batch_stride + d * a.shift.stride);
+      y[d] = from_float<Y>((to_float(x[d]) - mean) * rstd * gain + bias);
+    }
+  }
+}
+
+// dx only.
+template <typename X, typename Y>
+__global__ void __launch_bounds__(kScalarThreads) backward_scalar(const BackwardArgs a, int64_t batch, int64_t rows) {
+  __shared__ float shared[kScalarThreads / 32];
+  for (int64_t index = blockIdx.x; index < batch * rows; index += gridDim.x) {
+    const int64_t sample = index / rows, row = index % rows;
+    const X* const x = row_of<X>(a.x, sample, row);
+    const Y* const dy = row_of<Y>(a.dy, sample, row);
+    X* const dx = row_of<X>(a.dx, sample, row);
+    const float mean = a.mean[index], rstd = a.rstd[index];
+    const auto gradient = [&](int d) {
+      return to_float(dy[d]) *
+             (1.0f + load_element(a.scale.data, a.scale.type, sample * a.scale.batch_stride + d * a.scale.stride));
+    };
+    float g_sum = 0.0f, gx_sum = 0.0f;
+    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {
+      const float g = gradient(d);
+      g_sum += g;
+      gx_sum = fmaf(g, (to_float(x[d]) - mean) * rstd, gx_sum);
+    }
+    const float g_mean = block_sum(g_sum, shared) / static_cast<float>(a.dim);
+    const float gx_mean = block_sum(gx_sum, shared) / static_cast<float>(a.dim);
+    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {
+      const float xhat = (to_float(x[d]) - mean) * rstd;
+      dx[d] = from_float<X>(rstd * (gradient(d) - g_mean - xhat * gx_mean));
+    }
+  }
+}
+
+// The paper's D-tile: grid (d_tile, n_tile) for each sample; a thread is pinned to a feature and accumulates down a
+// chunk of the rows, so that a warp's loads are coalesced and nothing is exchanged between threads.
+template <typename X, typename Y>
+__global__ void __launch_bounds__(kScalarThreads)
+    backward_dtile(const BackwardArgs a, int64_t rows, int d_tiles, int n_tiles) {
+  const int d = (blockIdx.x % d_tiles) * kScalarThreads + threadIdx.x;
+  const int n_tile = blockIdx.x / d_tiles % n_tiles;
+  const int64_t sample = blockIdx.x / d_tiles / n_tiles;
+  if (d >= a.dim) return;
+  const int64_t first = rows * n_tile / n_tiles, last = rows * (n_tile + 1) / n_tiles;
+  const X* x = row_of<X>(a.x, sample, first) + d;
+  const Y* dy = row_of<Y>(a.dy, sample, first) + d;
+  const float* const mean = a.mean + sample * rows;
+  const float* const rstd = a.rstd + sample * rows;
+  float dscale = 0.0f, dshift = 0.0f;
+#pragma unroll 8
+  for (int64_t row = first; row < last; ++row) {
+    const float g = to_float(*dy);
+    dshift += g;
+    dscale = fmaf(g, (to_float(*x) - __ldg(mean + row)) * __ldg(rstd + row), dscale);
+    x += a.x.row_stride;
+    dy += a.dy.row_stride;
+  }
+  float* const out = a.partial + (sample * n_tiles + n_tile) * 2 * a.dim;
+  out[d] = dscale;
+  out[a.dim + d] = dshift;
+}
+
+// Sums partial [B, blocks, 2, D] over the blocks in a fixed order, into dscale and dshift [B, D].
+constexpr int kFinishWarps = 16;
+
+template <typename T>
+__device__ __forceinline__ void store_as(void* data, int64_t i, float v) {
+  static_cast<T*>(data)[i] = from_float<T>(v);
+}
+
+static __global__ void __launch_bounds__(32 * kFinishWarps)
+    finish_gradients(const float* partial, int blocks, int dim, int tiles, Gradient dscale, Gradient dshift) {
+  __shared__ float sums[kFinishWarps][33];
+  const int64_t sample = blockIdx.x / tiles;
+  const int column = (blockIdx.x % tiles) * 32 + threadIdx.x % 32;  // of 2 * dim
+  const int warp = threadIdx.x / 32;
+  float sum = 0.0f;
+  if (column < 2 * dim) {
+    const float* const in = partial + sample * blocks * 2 * dim + column;
+#pragma unroll 4
+    for (int b = warp; b < blocks; b += kFinishWarps) sum += in[static_cast<int64_t>(b) * 2 * dim];
+  }
+  sums[warp][threadIdx.x % 32] = sum;
+  __syncthreads();
+  if (warp != 0 || column >= 2 * dim) return;
+  sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kFinishWarps; ++w) sum += sums[w][threadIdx.x];
+  const Gradient& g = column < dim ? dscale : dshift;
+  const int64_t i = sample * dim + (column < dim ? column : column - dim);
+  switch (g.type) {
+    case DType::f32:
+      return store_as<float>(g.data, i, sum);
+    case DType::f16:
+      return store_as<__half>(g.data, i, sum);
+    case DType::bf16:
+      return store_as<__nv_bfloat16>(g.data, i, sum);
+  }
+}
+
+}  // namespace adaln
