@@ -39,6 +39,8 @@ PARAMETERS = ("model", "layers", "adaln", "batch", "tokens")
 LAYERS = {"wan-14b": 2, "wan-1.3b": 4, "tiny": 1}
 """Blocks of the main grid: enough to show what checkpointing holds, few enough to sweep in minutes."""
 
+SHOWN = ("wan-14b", "wan-1.3b")
+
 DEEPER = 3
 """Some shapes are measured at this many times the depth, to test that time and memory are linear in it."""
 
@@ -65,10 +67,11 @@ Cell = tuple[str, int, str, int, int]
 def cases(profile: Profile, machine: Machine) -> list[Case]:
     """The grid, shapes of equal-token steps first in each model, so that a run cut short still serves B1 and B2."""
     if profile == "smoke":
-        shapes = ((64, 1), (64, 6), (256, 1), (256, 2), (512, 1))
-        cells = [("tiny", n, adaln, b, s) for n in (1, 3) for s, b in shapes for adaln in ("eager", "fused")]
+        shapes = ((64, 1), (64, 6), (128, 2), (256, 1), (256, 2), (384, 1), (512, 1))
+        cells = [("tiny", LAYERS["tiny"], adaln, b, s) for s, b in shapes for adaln in ("eager", "fused")]
+        cells += [("tiny", DEEPER * LAYERS["tiny"], "eager", b, s) for s, b in shapes[:2]]
     elif machine.has_gpu:
-        cells = [*_grid("wan-14b"), *_grid("wan-1.3b")]
+        cells = [cell for model in SHOWN for cell in _grid(model)]
     else:
         cells = []  # 14B-wide blocks on a CPU say nothing about training
     return [Case(dict(zip(PARAMETERS, c, strict=True)), _case_seconds(*c) if machine.has_gpu else 0.2) for c in cells]
@@ -99,7 +102,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
 
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
     """B1 and B2 from the 14B-wide rows; the 1.3B-wide figure stands in the note."""
-    found = {model: replay(rows, model) for model in ("wan-14b", "wan-1.3b")}
+    found = {model: replay(rows, model) for model in SHOWN}
     result = []
     for claim, index, what in (("B1", 0, "total tokens"), ("B2", 1, "S squared")):
         if found["wan-14b"] is None:
@@ -124,7 +127,7 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 def draw(rows: pd.DataFrame) -> list[Figure]:
     """Time per token against sequence length; step time of equal-token steps against tokens and against S squared."""
     table = times(rows)
-    table = table[table["model"].isin(["wan-14b", "wan-1.3b"])]
+    table = table[table["model"].isin(SHOWN)]
     if table.empty:
         return []
     return [_draw_shapes(table), *_draw_replay(rows)]
@@ -217,50 +220,60 @@ def _memory(sample: StackSample) -> list[Measurement]:
 
 
 def _draw_shapes(table: pd.DataFrame) -> Figure:
-    import seaborn as sns
-    from matplotlib.figure import Figure as Canvas
+    from repro.report import style
 
-    table = table[(table["adaln"] == "eager") & (table["layers"] == table["model"].map(LAYERS))].copy()
-    table["per_token"] = table["value"] / table["layers"] / (table["batch"] * table["tokens"]) * 1e3
-    table["tokens in the micro-batch"] = table["batch"] * table["tokens"]
-    canvas = Canvas(figsize=(10, 4), layout="constrained")
-    axes = canvas.subplots(1, 2, sharey=False)
-    for ax, model in zip(axes, ("wan-14b", "wan-1.3b"), strict=True):
-        sns.scatterplot(
-            table[table["model"] == model], x="tokens", y="per_token", hue="tokens in the micro-batch",
-            style="device", palette="viridis", ax=ax, legend="brief" if ax is axes[1] else False,
-        )  # fmt: skip
-        ax.set(xscale="log", yscale="log", title=f"{model} width", xlabel="tokens of one sample, S")
-        ax.set_ylabel("us per token and block, forward + backward")
+    table = table[table["layers"] == table["model"].map(LAYERS)].copy()
+    table["n"] = table["batch"] * table["tokens"]
+    table["per_token"] = 1e3 * table["value"] / table["layers"] / table["n"]
+    shape = ["device", "model", "batch", "tokens"]
+    eager = table[table["adaln"] == "eager"].set_index(shape)["value"].rename("eager")
+    table = table.join(eager, on=shape)
+    figure, axes = style.subplots(2, len(SHOWN), size=(4.6, 3.1))
+    for column, model in enumerate(SHOWN):
+        of_model = table[table["model"] == model]
+        cells = of_model[of_model["adaln"] == "eager"]
+        top, bottom = axes[:, column]
+        points = top.scatter(cells["tokens"], cells["per_token"], c=np.log10(cells["n"]), cmap="viridis", s=18)
+        figure.colorbar(points, ax=top, label="log10 of tokens in the micro-batch, B S")
+        top.set(ylim=(0, None), title=f"{model} width, eager AdaLN", ylabel="us a token and block")
+        for adaln in style.ordered([a for a in of_model["adaln"].unique() if a != "eager"]):
+            own = of_model[of_model["adaln"] == adaln]
+            style.series(bottom, own["n"], own["value"] / own["eager"], adaln, line=False)
+        bottom.set(ylabel="step time / eager's")
+        style.paper_value(bottom, 1.0, "eager")
+        style.token_axis(top, cells["tokens"].to_numpy(), "tokens of one sample, S")
+        style.token_axis(bottom, of_model["n"].to_numpy(), "tokens in the micro-batch, B S")
+        style.legend(bottom)
     caption = (
-        "Time per token and block against sequence length (eager AdaLN, full checkpointing, no communication). Flat "
-        "where the linears rule, rising where attention does; small micro-batches pay for launches."
+        "Forward and backward of plain Wan blocks, full checkpointing, no communication. Above: time per token is flat "
+        "where the linears rule and rises where attention does; small micro-batches pay for launches. Below: the same "
+        "blocks with another AdaLN, over eager's time for the same shape."
     )
-    return Figure("block_time", canvas, caption)
+    return Figure("block_time", figure, caption)
 
 
 def _draw_replay(rows: pd.DataFrame) -> list[Figure]:
-    from matplotlib.figure import Figure as Canvas
+    from repro.report import style
 
     figures = []
     for device, own in rows.groupby("device", sort=True):
         found, steps = replay(own, "wan-14b"), equal_token_times(own, "wan-14b")
         if found is None or steps is None:
             continue
-        canvas = Canvas(figsize=(9, 3.8), layout="constrained")
+        figure, axes = style.subplots(1, 2, size=(4.4, 3.4), sharey=True)
         panels = (
-            (steps["batch"] * steps["tokens"], "total tokens, B S", "about 0.35"),
-            (steps["tokens"] ** 2, "S squared", "about 0.92"),
+            (steps["batch"] * steps["tokens"] / 1e3, "total tokens B S, thousands", "about 0.35"),
+            (steps["tokens"] ** 2 / 1e6, "S squared, millions", "about 0.92"),
         )
-        for ax, (x, label, paper), r in zip(canvas.subplots(1, 2, sharey=True), panels, found, strict=True):
-            ax.plot(x, steps["value"], "o")
+        for ax, (x, label, paper), r in zip(axes[0], panels, found, strict=True):
+            ax.plot(x, steps["value"], "o", color=style.color("equal_token"))
             for at, s in zip(zip(x, steps["value"], strict=True), steps["tokens"], strict=True):
                 ax.annotate(f"{s:,}", at, textcoords="offset points", xytext=(4, 4), fontsize=7)
-            ax.set(xlabel=label, title=f"R = {r.value:.2f} [{r.low:.2f}, {r.high:.2f}]; paper: {paper}", ylim=(0, None))
-        canvas.axes[0].set_ylabel(f"ms, {LAYERS['wan-14b']} blocks at 14B width")
+            ax.set(xlabel=label, title=f"R = {r.value:.2f} [{r.low:.2f}, {r.high:.2f}], paper {paper}", ylim=(0, None))
+        axes[0, 0].set_ylabel(f"ms, {LAYERS['wan-14b']} blocks at 14B width")
         caption = (
-            f"Equal-token micro-batches of wan-uniform on {device}, labelled with S: the same tokens, yet step time "
-            "follows the square of the sequence length."
+            f"Equal-token micro-batches of wan-uniform on {device}, labelled with S: about the same tokens, yet step "
+            "time follows the square of the sequence length."
         )
-        figures.append(Figure(f"equal_token_correlation-{device}", canvas, caption, CLAIMS))
+        figures.append(Figure(f"equal_token_correlation-{device}", figure, caption, CLAIMS))
     return figures
