@@ -113,3 +113,6 @@ def test_apportionment_is_exact_and_within_one_of_the_quota(weights: list[float]
     assert counts.sum() == total
     quota = np.array(weights) / np.sum(weights) * total
     assert np.all(np.abs(counts - quota) < 1 + 1e-6)  # rounding of the quota itself
+    up = counts > quota
+    if up.any() and not up.all():
+        assert np.min((quota - np.floor(quota))[up]) >= np.max((quota - np.floor(quota))[~up]) - 1e-6
