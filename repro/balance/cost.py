@@ -194,14 +194,13 @@ class TableCost(MeasuredCost):
         return NearestNDInterpolator(self._points, self._log_ratio)
 
     def _seconds(self, batch: Floats, tokens: Floats) -> Floats:
-        at = _coordinates(batch, tokens)
-        log_ratio = np.asarray(self._linear(at), np.float64)
+        at = _coordinates(batch, tokens).reshape(-1, 2)
+        log_ratio = self._linear(at)
         outside = np.isnan(log_ratio)
         if not self.extrapolate:
-            self._refuse(batch, tokens, outside)
-        if outside.any():
-            log_ratio[outside] = self._nearest(at[outside])
-        return self.base._seconds(batch, tokens) * np.exp(log_ratio)
+            self._refuse(batch, tokens, outside.reshape(batch.shape))
+        log_ratio[outside] = self._nearest(at[outside])
+        return self.base._seconds(batch, tokens) * np.exp(log_ratio.reshape(batch.shape))
 
 
 def _coordinates(batch: Floats, tokens: Floats) -> Floats:

@@ -54,13 +54,11 @@ class Observations:
 class Fit:
     """A fitted cost and how good it is.
 
-    cost: at the measured depth. parameters: name -> (value, low, high), 95% interval by bootstrap over lengths (a table
-    has none). residuals, held_out: float64 [M], fitted / measured - 1 with all data and with the shape's length held
-    out, which for the shortest and the longest is extrapolation.
+    cost: at the measured depth. residuals, held_out: float64 [M], fitted / measured - 1 with all data and with the
+    shape's length held out, which for the shortest and the longest is extrapolation.
     """
 
     cost: MeasuredCost
-    parameters: dict[str, tuple[float, float, float]]
     observations: Observations
     residuals: Floats
     held_out: Floats
@@ -68,12 +66,26 @@ class Fit:
     @property
     def mape(self) -> float:
         """Mean absolute percentage error over measured shapes."""
-        return _mape(self.residuals[self.observations.measured])
+        return self.error(self.residuals)[0]
 
     @property
     def held_out_mape(self) -> float:
         """The same with the lengths held out."""
-        return _mape(self.held_out[self.observations.measured])
+        return self.error(self.held_out)[0]
+
+    def error(self, relative: Floats) -> tuple[float, float, float]:
+        """Mean absolute percentage of relative errors [M] over measured shapes, with its 95% interval.
+
+        Bootstrap over lengths, since shapes of one length err alike.
+        """
+        measured = self.observations.measured
+        tokens, percent = self.observations.tokens[measured], 100 * np.abs(relative[measured])
+        _, length = np.unique(tokens, return_inverse=True)
+        total, count = np.bincount(length, percent), np.bincount(length)
+        picks = np.random.default_rng(0).integers(0, total.size, (2000, total.size))
+        means = total[picks].sum(axis=1) / count[picks].sum(axis=1)
+        low, high = np.quantile(means, [0.025, 0.975])
+        return float(percent.mean()), float(low), float(high)
 
 
 def observations(rows: pd.DataFrame, model: str, adaln: str, layers: int | None = None) -> Observations:
@@ -108,7 +120,7 @@ def with_adaln(eager: Observations, other: Observations) -> Observations:
     return replace(eager, seconds=completed, measured=common, source=_merged(eager.source, other.source))
 
 
-def fit(form: Form, data: Observations, resamples: int = RESAMPLES) -> Fit:
+def fit(form: Form, data: Observations) -> Fit:
     """Fit `form` to the observations.
 
     Bounds: a, b, c, d >= 0 and 0.5 <= p <= 3, within which each term has a meaning. `table` corrects the fitted
@@ -127,13 +139,31 @@ def fit(form: Form, data: Observations, resamples: int = RESAMPLES) -> Fit:
     for left_out in folds(data.tokens):
         partial = _fit_cost(form, _take(data, ~left_out)).extrapolating()
         held_out[left_out] = partial.seconds(data.batch[left_out], data.tokens[left_out]) / data.seconds[left_out] - 1
-    return Fit(
-        cost,
-        {} if form == "table" else _intervals(form, data, resamples),
-        data,
-        cost.seconds(data.batch, data.tokens) / data.seconds - 1,
-        held_out,
-    )
+    return Fit(cost, data, cost.seconds(data.batch, data.tokens) / data.seconds - 1, held_out)
+
+
+def parameter_intervals(
+    form: Form, data: Observations, resamples: int = RESAMPLES
+) -> dict[str, tuple[float, float, float]]:
+    """Each parameter of `power` or `quadratic` with its 95% interval (value, low, high), at the measured depth.
+
+    Bootstrap over lengths, as in `Fit.error`. A table has no parameters: it gives an empty dictionary.
+    """
+    if form == "table":
+        return {}
+    generator = np.random.default_rng(0)
+    lengths = np.unique(data.tokens)
+    of_length = [np.flatnonzero(data.tokens == s) for s in lengths]
+    values = []
+    for _ in range(resamples):
+        picks = np.concatenate([of_length[i] for i in generator.integers(0, lengths.size, lengths.size)])
+        values.append(_parameters(form, _fit_cost(form, _take(data, picks))))
+    low, high = np.quantile(np.array(values), [0.025, 0.975], axis=0)
+    best = _parameters(form, _fit_cost(form, data))
+    return {
+        name: (v, min(float(lo), v), max(float(hi), v))
+        for name, v, lo, hi in zip(_NAMES[form], best, low, high, strict=True)
+    }
 
 
 def folds(tokens: Ints) -> Iterator[Bools]:
@@ -193,23 +223,6 @@ def _solve(
     x0 = np.asarray(start, np.float64)
     result = least_squares(relative_error, x0, bounds=(lower, upper), x_scale=x0, xtol=1e-12)
     return [float(x) for x in result.x]
-
-
-def _intervals(form: Form, data: Observations, resamples: int) -> dict[str, tuple[float, float, float]]:
-    """Each parameter with its 95% interval: bootstrap over lengths, since shapes of one length err alike."""
-    generator = np.random.default_rng(0)
-    lengths = np.unique(data.tokens)
-    of_length = [np.flatnonzero(data.tokens == s) for s in lengths]
-    values = []
-    for _ in range(resamples):
-        picks = np.concatenate([of_length[i] for i in generator.integers(0, lengths.size, lengths.size)])
-        values.append(_parameters(form, _fit_cost(form, _take(data, picks))))
-    low, high = np.quantile(np.array(values), [0.025, 0.975], axis=0)
-    best = _parameters(form, _fit_cost(form, data))
-    return {
-        name: (v, min(float(lo), v), max(float(hi), v))
-        for name, v, lo, hi in zip(_NAMES[form], best, low, high, strict=True)
-    }
 
 
 def _parameters(form: Form, cost: MeasuredCost) -> list[float]:
