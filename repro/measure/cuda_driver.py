@@ -16,6 +16,9 @@ _MULTIPROCESSOR_COUNT = 16
 _COMPUTE_CAPABILITY_MAJOR = 75
 _COMPUTE_CAPABILITY_MINOR = 76
 
+_WORK_NODES = {0: "kernel", 1: "memcpy", 2: "memset"}
+"""CUgraphNodeType in cuda.h: the nodes that put work on the device."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -39,6 +42,25 @@ def visible_gpus() -> list[Gpu]:
     count = ctypes.c_int()
     _check(driver, driver.cuDeviceGetCount(ctypes.byref(count)))
     return [_gpu(driver, ordinal) for ordinal in range(count.value)]
+
+
+def graph_work(graph: int) -> dict[str, int]:
+    """Numbers of kernels, copies and fills ("kernel", "memcpy", "memset") in a captured graph (a cudaGraph_t).
+
+    Raises as `visible_gpus`.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    _check(driver, driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
+    nodes = (ctypes.c_void_p * count.value)()
+    _check(driver, driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
+    found = dict.fromkeys(_WORK_NODES.values(), 0)
+    for node in nodes[: count.value]:
+        kind = ctypes.c_int()
+        _check(driver, driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        if kind.value in _WORK_NODES:
+            found[_WORK_NODES[kind.value]] += 1
+    return found
 
 
 def _gpu(driver: ctypes.CDLL, ordinal: int) -> Gpu:
