@@ -10,6 +10,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from torch.utils import cpp_extension
@@ -60,6 +61,8 @@ def builder(monkeypatch):
     calls = []
 
     def load(name, source_files, *, build_directory, **options):
+        with pytest.raises(filelock.Timeout):  # other processes wait while this one builds
+            filelock.FileLock(Path(build_directory, "building")).acquire(timeout=0)
         calls.append({"sources": source_files, "architectures": os.environ["TORCH_CUDA_ARCH_LIST"], **options})
         Path(build_directory, f"{name}.so").touch()
 
@@ -239,6 +242,16 @@ def test_hash_without_torch():
 
 def test_sources_are_in_the_checkout():
     assert (build.sources() / "adaln.h").is_file()
+
+
+def test_first_cuda_tensor_goes_to_the_kernels_once_loaded(monkeypatch):
+    """By then the extension has registered them: the call is dispatched again, with its arguments as they came."""
+    monkeypatch.setattr(build, "_loaded", True)
+    monkeypatch.setattr(ops, "forward_op", lambda *args: ("forward", *args))
+    monkeypatch.setattr(ops, "backward_op", lambda *args: ("backward", *args))
+    x = torch.zeros(1, 2, 8).as_subclass(PretendCuda)
+    assert ops._forward_kernel(x, 1, 2, 1e-6, None, "dtile") == ("forward", x, 1, 2, 1e-6, None, "dtile")
+    assert ops._backward_kernel(0, x, 2, 3, 4, 5, "dtile") == ("backward", 0, x, 2, 3, 4, 5, "dtile")
 
 
 def test_inductor_compiles_the_composite_where_the_kernels_are_missing(monkeypatch):
