@@ -112,8 +112,7 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
             ax.grid(axis="x", visible=False)
             ax.set_title(metric.replace("nodes", "autograd nodes").replace("_", ", "))
             if metric == "nodes":
-                style.paper_value(ax, 5, "paper: chain, 5 to 8")
-                style.paper_value(ax, 1, "paper: fused, 1")
+                style.paper_value(ax, 5, "paper: 5 to 8, fused 1")
                 ax.set_ylim(0, max(6.0, 1.15 * counts.max()))
         caption = f"Autograd nodes and launches of one modulated norm on {device}, bf16 x with fp32 modulation."
         figures.append(Figure(f"graph_nodes-{device}", figure, caption, CLAIMS))

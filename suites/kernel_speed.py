@@ -15,7 +15,7 @@ ceiling may pass 100%; on a GPU a bandwidth above that of both streams is a brok
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from repro.measure.stats import Interval, measured, median_interval, ratio_interval, seed_text
 from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
@@ -78,7 +78,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
     import torch
 
     device = torch.device("cuda" if machine.has_gpu else "cpu")
-    impl, direction = str(case.key["impl"]), _direction(case)
+    impl, direction, problem = parse(case)
     if impl in ("fused", "dtile") and machine.has_gpu:
         from repro.adaln import build
 
@@ -86,7 +86,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
             raise CaseSkipped(f"the CUDA kernels are not there: {build.failure()}")
     seconds = _SECONDS["full" if machine.has_gpu else "smoke"]
     try:
-        return _measure(impl, direction, _problem(case), device, seconds, seed_text(NAME, case.key))
+        return _measure(impl, direction, problem, device, seconds, seed_text(NAME, case.key))
     except torch.OutOfMemoryError as e:
         reason = f"{dict(case.key)} does not fit into memory: {str(e).splitlines()[0]}"
     # Outside the handler: the exception's traceback holds the tensors that are to be freed.
@@ -141,6 +141,21 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
     return [f for f in figures if f is not None]
 
 
+def parse(case: Case) -> tuple[str, Direction, Problem]:
+    """Implementation, pass and problem of a case. Raises ValueError for an unknown pass, KeyError for a dtype."""
+    import torch
+
+    from repro.measure.norm_modulate import Problem
+
+    key = case.key
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[str(key["dtype"])]
+    problem = Problem(int(key["batch"]), int(key["tokens"]), int(key["dim"]), dtype)
+    direction = key["pass"]
+    if direction != "forward" and direction != "backward":
+        raise ValueError(f"pass must be forward or backward, got {direction!r}")
+    return str(key["impl"]), cast("Direction", direction), problem
+
+
 def _shapes(profile: Profile, machine: Machine) -> list[Shape]:
     if profile == "smoke":
         return [(1, n, 1_536) for n in (8_192, 1_024)] if machine.has_gpu else [(1, n, 256) for n in (1_024, 256)]
@@ -172,24 +187,6 @@ def _case(impl: str, direction: str, dtype: str, shape: Shape, profile: Profile,
         seconds = 0.15 + elements * 4e-7
     values = (impl, "per_sample", direction, dtype, batch, tokens, dim)
     return Case(dict(zip(PARAMETERS, values, strict=True)), seconds)
-
-
-def _problem(case: Case) -> Problem:
-    import torch
-
-    from repro.measure.norm_modulate import Problem
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[str(case.key["dtype"])]
-    return Problem(int(case.key["batch"]), int(case.key["tokens"]), int(case.key["dim"]), dtype)
-
-
-def _direction(case: Case) -> Direction:
-    direction = case.key["pass"]
-    if direction == "forward":
-        return "forward"
-    if direction == "backward":
-        return "backward"
-    raise ValueError(f"pass must be forward or backward, got {direction!r}")
 
 
 def _measure(
