@@ -81,12 +81,13 @@ class Verdict:
         }
 
 
-def gpus_of(device: str) -> int:
-    """GPUs that a device slug stands for: 0 for a CPU, K for `...-xK...`, else 1."""
-    if device.startswith("cpu"):
-        return 0
+def gpus_of(store: Store, device: str) -> int:
+    """GPUs used on a device, 0 for a CPU: what its newest run recorded, else what its slug says (`-xK`)."""
+    counts = [r.get("machine", {}).get("gpu_count") for r in store.runs(device)]
+    if counts and counts[-1] is not None:
+        return int(counts[-1])
     found = re.search(r"-x(\d+)(?=-|$)", device)
-    return int(found.group(1)) if found else 1
+    return 0 if device.startswith("cpu") else int(found.group(1)) if found else 1
 
 
 def judge_all(store: Store, suites: Mapping[str, Suite]) -> tuple[list[Verdict], list[Verdict], list[str]]:
@@ -105,7 +106,7 @@ def judge_all(store: Store, suites: Mapping[str, Suite]) -> tuple[list[Verdict],
                     note = "; ".join(filter(None, (reason, evidence.note)))
                     newest = str(own["run_id"].max())
                     found.append(
-                        Verdict(BY_ID[evidence.claim], verdict, note, evidence, device, gpus_of(device), newest)
+                        Verdict(BY_ID[evidence.claim], verdict, note, evidence, device, gpus_of(store, device), newest)
                     )
             except Exception as e:
                 errors.append(f"{name} on {device}: no evidence: {type(e).__name__}: {e}")

@@ -1,0 +1,301 @@
+"""The command end to end on fake suites: measure, resume, fail, skip, interrupt, draw, judge."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repro.measure.machine import read_machine
+from repro.records import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = read_machine().slug
+
+
+def claims(checkout):
+    return {r["id"]: r for r in csv.DictReader((checkout.results / "claims.csv").open())}
+
+
+def test_one_command_measures_draws_and_judges(checkout):
+    done = checkout.run()
+    assert done.exit_code == 0, done.output
+    assert checkout.logged() == [
+        "speed 1 after 0",
+        "speed 2 after 1",
+        "speed 3 after 2",
+        f"model after ['speed'] on {HERE}",
+    ]
+    assert Store(checkout.results).rows("speed", HERE, "smoke")["value"].tolist() == [4.0] * 3
+    assert {p.name for p in checkout.figures.iterdir()} == {
+        "speed.svg", "speed.png", "claims.svg", "claims.png", "claims.md"
+    }  # fmt: skip
+    assert len(claims(checkout)) == 18
+    assert claims(checkout)["K1"]["verdict"] == "not run"  # smoke decides nothing
+    assert "measured: none; simulated: none; not run: 18 of 18" in done.output
+    (run,) = Store(checkout.results).runs(HERE)
+    assert (run["end"]["status"], run["end"]["cases"]) == ("finished", {"measured": 4})
+
+
+def test_full_rows_decide(checkout):
+    assert checkout.run("--profile", "full").exit_code == 0
+    rows = claims(checkout)
+    assert (rows["K1"]["verdict"], rows["K1"]["kind"]) == ("exceeded", "measured")
+    assert (rows["T1"]["verdict"], rows["T1"]["kind"]) == ("reproduced", "simulated")
+    checkout.run()  # a smoke run afterwards does not make them worse
+    assert claims(checkout) == rows
+
+
+def test_a_second_run_skips_what_is_done(checkout):
+    checkout.run()
+    checkout.logged()
+    again = checkout.run()
+    assert (again.exit_code, checkout.logged()) == (0, [])
+    assert len(Store(checkout.results).runs(HERE)) == 1  # nothing to do, nothing recorded
+    assert checkout.run("--again", "--only", "speed").exit_code == 0
+    assert len(checkout.logged()) == 3
+
+
+def test_only_takes_what_a_suite_needs_along(checkout):
+    checkout.suite("other", SILENT.format(name="other"))
+    checkout.run("--only", "model")
+    assert [line.split()[0] for line in checkout.logged()] == ["speed", "speed", "speed", "model"]
+
+
+def test_an_unknown_suite_is_a_usage_error_with_the_nearest_names(checkout):
+    done = checkout.run("--only", "sped")
+    assert done.exit_code == 2
+    assert "no suite 'sped'; nearest: speed" in " ".join(done.output.split())
+    assert checkout.logged() == []
+
+
+def test_an_unknown_profile_is_a_usage_error(checkout):
+    done = checkout.run("--profile", "quick")
+    assert done.exit_code == 2
+    assert "use smoke or full" in " ".join(done.output.split())
+
+
+def test_dry_run_shows_the_plan_and_does_nothing(checkout):
+    checkout.run("--only", "speed")
+    checkout.logged()
+    (checkout.results / "claims.csv").unlink()
+    done = checkout.run("--dry-run")
+    assert done.exit_code == 0
+    lines = {line.split()[1]: line.split() for line in done.output.splitlines() if line.startswith("│")}
+    assert lines["speed"][3:9:2] == ["3", "3", "0"]
+    assert lines["model"][3:9:2] == ["1", "0", "1"]
+    assert lines["speed"][9], lines["all"][9] == ("0:00:00", "0:00:01")
+    assert checkout.logged() == []
+    assert not (checkout.results / "claims.csv").exists()
+
+
+SILENT = """
+    NAME, CLAIMS, NEEDS, PARAMETERS = "{name}", (), (), ("x",)
+    def cases(profile, machine): return [Case({{"x": 1}})]
+    def measure(case, machine, inputs): return [exactly(1.0)]
+    def evidence(rows): return []
+    def draw(rows): return []
+"""
+
+FAILING = """
+    NAME, CLAIMS, NEEDS, PARAMETERS = "failing", (), (), ("x",)
+    def cases(profile, machine): return [Case({"x": x}) for x in (1, 2, 3)]
+    def measure(case, machine, inputs):
+        if case.key["x"] == 2:
+            raise RuntimeError("out of memory:\\n tried to allocate")
+        return [exactly(1.0)]
+    def evidence(rows): return []
+    def draw(rows): return []
+"""
+
+
+def test_a_failing_case_is_one_line_and_the_others_go_on(checkout):
+    checkout.suite("failing", FAILING)
+    done = checkout.run()
+    assert done.exit_code == 1
+    assert "failing: failed (x=2): RuntimeError: out of memory: tried to allocate" in done.output
+    assert "Traceback" not in done.output
+    assert Store(checkout.results).rows("failing")["x"].tolist() == [1, 3]
+    assert len(Store(checkout.results).rows("speed")) == 3
+    assert (checkout.results / "claims.csv").exists()
+    assert Store(checkout.results).runs(HERE)[0]["end"]["status"] == "failed"
+    assert "Traceback" in checkout.run("--debug").output
+
+
+def test_a_skipped_case_tells_its_reason_once(checkout):
+    checkout.suite("skipping", FAILING.replace("failing", "skipping").replace("RuntimeError", "CaseSkipped"))
+    text = FAILING.replace("failing", "skipping").replace("RuntimeError", "CaseSkipped").replace("== 2", ">= 2")
+    checkout.suite("skipping", text)
+    done = checkout.run()
+    assert done.exit_code == 0
+    assert done.output.count("skipping: 2 skipped: out of memory") == 1
+    assert Store(checkout.results).rows("skipping")["x"].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "    def draw(rows): return []",
+            "    def draw(rows): raise ValueError('no such column')",
+            "broken: not drawn: ValueError",
+        ),
+        ("    def cases(", "    def cases(oops, ", "broken: cases cannot be listed: TypeError"),
+        ("    NAME, ", "    import nonsense_module\n    NAME, ", "broken: cannot be loaded: ModuleNotFoundError"),
+        (
+            "    def evidence(rows): return []",
+            "",
+            "broken: cannot be loaded: TypeError: suites/broken.py lacks evidence",
+        ),
+        ("(), (), ", "(), ('speed', 'absent'), ", "absent: no such suite, but broken needs it"),
+    ],
+)
+def test_a_broken_suite_is_one_line_and_the_others_go_on(checkout, old, new, told):
+    body = SILENT.format(name="broken")
+    assert old in body
+    checkout.suite("broken", body.replace(old, new))
+    done = checkout.run()
+    assert done.exit_code == 1
+    assert told in done.output
+    assert len(Store(checkout.results).rows("speed")) == 3
+    assert (checkout.results / "claims.csv").exists()
+
+
+def test_suites_that_need_each_other_are_an_error(checkout):
+    checkout.suite("a", SILENT.format(name="a").replace("(), (), ", "(), ('b',), "))
+    checkout.suite("b", SILENT.format(name="b").replace("(), (), ", "(), ('a',), "))
+    done = checkout.run()
+    assert done.exit_code == 1
+    assert "circle: a -> b -> a" in str(done.exception)
+
+
+def test_no_measure_draws_and_judges_recorded_rows(checkout):
+    checkout.run("--profile", "full")
+    figures = {p: p.read_bytes() for p in checkout.figures.iterdir()}
+    for path in figures:
+        path.unlink()
+    checkout.logged()
+    assert checkout.run("--no-measure").exit_code == 0
+    assert checkout.logged() == []
+    assert {p: p.read_bytes() for p in checkout.figures.iterdir()} == figures  # byte for byte
+
+
+def test_simulated_suites_run_for_another_device(checkout):
+    checkout.run("--profile", "full", "--only", "speed")
+    (checkout.results / HERE).rename(checkout.results / "acme-9000-x8")
+    checkout.logged()
+    done = checkout.run("--profile", "full", "--device", "acme-9000-x8")
+    assert done.exit_code == 0, done.output
+    assert checkout.logged() == ["model after ['speed'] on acme-9000-x8"]
+    row = Store(checkout.results).rows("model", "acme-9000-x8", "full").iloc[0]
+    assert row["source"] == Store(checkout.results).rows("speed", "acme-9000-x8", "full")["run_id"].iloc[0]
+    assert claims(checkout)["T1"]["device"] == "acme-9000-x8"
+    assert checkout.run("--device", "no-such").exit_code == 2
+    assert checkout.run("--device", "acme-9000-x8", "--only", "speed").exit_code == 2
+
+
+def test_the_readme_section_follows_the_claims(checkout):
+    from repro.report import tables
+
+    readme = checkout.root / "README.md"
+    readme.write_text(f"before\n{tables.START}\nold\n{tables.END}\nafter\n")
+    checkout.run("--profile", "full")
+    text = readme.read_text()
+    assert text.startswith(
+        f"before\n{tables.START}\nmeasured: 1 exceeded; simulated: 1 reproduced; not run: 16 of 18.\n"
+    )
+    assert text.endswith(f"{tables.END}\nafter\n")
+    assert "old" not in text
+
+
+SLOW = """
+    NAME, CLAIMS, NEEDS, PARAMETERS = "slow", (), (), ("x",)
+    def cases(profile, machine): return [Case({"x": x}) for x in range(4)]
+    def measure(case, machine, inputs):
+        import os, signal
+        LOG(f"slow {case.key['x']}")
+        if case.key["x"] == 2 and not os.path.exists("resumed"):
+            os.kill(os.getpid(), signal.SIGNAL)
+            while True:
+                pass
+        return [exactly(1.0)]
+    def evidence(rows): return []
+    def draw(rows): return []
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGKILL", -signal.SIGKILL)])
+def test_what_is_measured_survives_an_interrupt_and_a_kill(checkout, name, code):
+    checkout.suite("slow", SLOW.replace("signal.SIGNAL", f"signal.{name}"))
+    program = (
+        f"import typer, suites; suites.__path__ = [{str(checkout.root / 'suites')!r}]\n"
+        "from repro.all import main; typer.run(main)"
+    )
+    command = [sys.executable, "-c", program, "--only", "slow", "--results", str(checkout.results)]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "200"}
+    first = subprocess.run(command, cwd=checkout.root, env=environment, capture_output=True, text=True, timeout=120)
+    assert first.returncode == code, first.stderr
+    store = Store(checkout.results)
+    assert store.rows("slow")["x"].tolist() == [0, 1]
+    assert checkout.logged() == ["slow 0", "slow 1", "slow 2"]
+    if name == "SIGINT":
+        assert "The same command goes on from there" in first.stdout
+        assert len(first.stdout.strip().splitlines()) <= 2
+        assert store.runs(HERE)[0]["end"]["status"] == "interrupted"
+    else:
+        assert store.runs(HERE)[0]["end"] is None
+
+    (checkout.root / "resumed").touch()
+    second = subprocess.run(command, cwd=checkout.root, env=environment, capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert checkout.logged() == ["slow 2", "slow 3"]
+    assert sorted(store.rows("slow")["x"]) == [0, 1, 2, 3]
+
+
+def test_no_measure_on_this_checkout_works_without_pytorch(tmp_path):
+    """The bar is the committed results: every suite here is drawn and judged, and torch stays unimported."""
+    program = (
+        "import sys, typer\n"
+        "from repro.all import main\n"
+        "try:\n    typer.run(main)\n"
+        "finally:\n    print('torch imported:', 'torch' in sys.modules)"
+    )
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "results", results, ignore=shutil.ignore_patterns("samples"))
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--no-measure", "--results", str(results)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch imported: False" in done.stdout
+    for name in ("claims.csv", "claims_by_device.csv"):  # what the committed rows say now
+        assert (results / name).read_text() == (ROOT / "results" / name).read_text(), (
+            "run python -m repro.all --no-measure"
+        )
+
+
+def test_dry_run_on_this_checkout_works_without_pytorch():
+    program = (
+        "import sys, typer\nfrom repro.all import main\n"
+        "try:\n    typer.run(main)\nfinally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_run_records_here_are_one_line_a_run(checkout):
+    checkout.run()
+    lines = (checkout.results / HERE / "runs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["device"] for line in lines] == [HERE]
