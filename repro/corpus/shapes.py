@@ -6,6 +6,7 @@ Shape legend: F frames, H height and W width in pixels, S tokens per sample.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +73,9 @@ class Corpus:
         """Number of samples N."""
         return int(self.bucket_of.size)
 
-    @property
+    @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """int64 [K], samples in each bucket."""
-        return np.bincount(self.bucket_of, minlength=len(self.shapes)).astype(np.int64)
+        """int64 [K], samples in each bucket; read-only, since it is counted once."""
+        counts = np.bincount(self.bucket_of, minlength=len(self.shapes)).astype(np.int64)
+        counts.flags.writeable = False
+        return counts
