@@ -78,6 +78,59 @@ def test_rotation_keeps_only_relative_positions():
     assert score(7, 4) != pytest.approx(score(4, 7).item(), rel=1e-2)
 
 
+def by_hand(block, x, time, text, rope):
+    """The block's formula for one sample in float64, written out: [S, D] in, [S, D] out."""
+    w = {name: p.detach().double() for name, p in block.named_parameters()}
+
+    def linear(name, t):
+        return t @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def normalized(t):
+        return (t - t.mean(-1, keepdim=True)) / (t.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+
+    def rms(name, t):
+        return t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
+
+    def attention(name, x, context, turn):
+        q, k, v = (
+            t.unflatten(-1, (TINY.heads, -1))
+            for t in (
+                rms(f"{name}.norm_q", linear(f"{name}.q", x)),
+                rms(f"{name}.norm_k", linear(f"{name}.k", context)),
+                linear(f"{name}.v", context),
+            )
+        )
+        if turn:
+            q, k = (
+                torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * rope).flatten(-2) for t in (q, k)
+            )
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        return linear(f"{name}.o", torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1))
+
+    e = (w["modulation"][0] + time).unbind(0)  # shift, scale, gate of attention, then of the FFN
+    h = normalized(x) * (1 + e[1]) + e[0]
+    x = x + attention("self_attention", h, h, turn=True) * e[2]
+    h = normalized(x) * w["cross_norm.weight"] + w["cross_norm.bias"]
+    x = x + attention("cross_attention", h, text, turn=False)
+    h = linear("ffn.0", normalized(x) * (1 + e[4]) + e[3])
+    gelu = 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))
+    return x + linear("ffn.2", gelu) * e[5]
+
+
+def test_block_is_wans():
+    x, time, text, rope = inputs(2, (2, 3, 4))
+    (block,) = stack(1).blocks
+    with torch.no_grad():
+        for name, p in block.named_parameters():  # norms start at one and zero, which would hide a missing weight
+            if "norm" in name:
+                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        y = block(x, time, text, rope)
+        for i in range(2):
+            expected = by_hand(block, x[i].double(), time[i].double(), text[i].double(), rope.to(torch.complex128))
+            # float32 against float64, a dozen operations deep
+            torch.testing.assert_close(y[i].double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_checkpointing_changes_no_gradient():
     x, time, text, rope = inputs(2, (2, 3, 4))
     model = stack()
@@ -148,3 +201,15 @@ def test_results_that_are_not_finite_are_refused():
         patch.setattr(stack_time, "get_impl", lambda _name: lambda x, h, s: Broken.apply(real(x, h, s)))
         with pytest.raises(FloatingPointError, match="not finite"):
             measure_stack(TINY, 1, "eager", 1, 32, torch.device("cpu"), seconds=0.0, repeats=(1, 1))
+
+
+@pytest.mark.gpu
+def test_memory_of_a_case_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    layers, batch, tokens = 3, 2, 256
+    sample = measure_stack(TINY, layers, "fused", batch, tokens, torch.device("cuda"), seconds=0.0, repeats=(2, 2))
+    assert sample.static_bytes >= layers * TINY.block_parameters * 2
+    checkpoints = layers * batch * tokens * TINY.dim * 2
+    assert sample.held_bytes >= checkpoints
+    assert sample.peak_bytes >= sample.static_bytes + sample.held_bytes
