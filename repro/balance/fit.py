@@ -15,6 +15,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from repro.balance.cost import UNIT, Floats, MeasuredCost, PowerCost, QuadraticCost, Range, TableCost
+from repro.balance.models import MODELS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,6 +141,14 @@ def fit(form: Form, data: Observations) -> Fit:
         partial = _fit_cost(form, _take(data, ~left_out)).extrapolating()
         held_out[left_out] = partial.seconds(data.batch[left_out], data.tokens[left_out]) / data.seconds[left_out] - 1
     return Fit(cost, data, cost.seconds(data.batch, data.tokens) / data.seconds - 1, held_out)
+
+
+def measured_cost(rows: pd.DataFrame, model: str, adaln: str, form: Form = "table") -> MeasuredCost:
+    """Cost of the full model from rows of `block_time`: `observations`, `form` fitted, scaled to the model's depth.
+
+    Raises ValueError as `observations`, KeyError for a model that is not in `repro.balance.models`.
+    """
+    return _fit_cost(form, observations(rows, model, adaln)).scaled(MODELS[model].layers)
 
 
 def parameter_intervals(

@@ -5,7 +5,17 @@ import pandas as pd
 import pytest
 
 from repro.balance.cost import PowerCost, QuadraticCost, Range
-from repro.balance.fit import FOLDS, FORMS, Observations, fit, folds, observations, parameter_intervals, with_adaln
+from repro.balance.fit import (
+    FOLDS,
+    FORMS,
+    Observations,
+    fit,
+    folds,
+    measured_cost,
+    observations,
+    parameter_intervals,
+    with_adaln,
+)
 
 SHAPES = [(b, s) for s in (256, 1_024, 3_600, 7_800, 14_040, 20_280, 32_760) for b in (1, 2, 8, 64) if b * s <= 70_000]
 BATCH, TOKENS = (np.array(x) for x in zip(*SHAPES, strict=True))
@@ -104,6 +114,13 @@ def test_reads_the_main_depth_in_seconds():
     np.testing.assert_allclose(data.seconds, QUADRATIC.seconds(data.batch, data.tokens))
     with pytest.raises(ValueError, match="no block_time rows of model 'wan-1"):
         observations(rows, "wan-1.3b", "eager")
+
+
+def test_measured_cost_is_the_table_at_full_depth():
+    times = {(b, s): 1e3 * float(QUADRATIC.seconds(b, s)) for b, s in SHAPES}
+    cost = measured_cost(rows_of(times, "eager"), "wan-14b", "eager")
+    assert cost.seconds(2, 7_800) == pytest.approx(20 * float(QUADRATIC.seconds(2, 7_800)))
+    assert cost.kind == "simulated"
 
 
 def test_other_adaln_is_completed_from_pairs():
