@@ -139,7 +139,9 @@ def _load() -> None:
     try:
         torch.ops.load_library(str(directory / f"{NAME}.so"))
     except OSError as error:
-        raise BuildError(f"cannot load the build in {directory} ({error}); remove that folder and try again") from error
+        raise BuildError(
+            f"cannot load the build in {directory} ({error.__cause__ or error}); remove that folder and try again"
+        ) from error
     for operator in OPERATORS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAME}::{operator}", "CUDA"):
             raise BuildError(f"the build in {directory} does not register {operator}; remove that folder and try again")
@@ -231,6 +233,8 @@ def _path_with_ninja() -> str:
 
 def _explain(error: Exception) -> str:
     """First line of a failed build, or with REPRO_BUILD_DEBUG=1 its last lines."""
+    if isinstance(error, OSError) and error.__cause__ is not None:
+        error = OSError(error.__cause__)  # the loader's own words, which torch.ops.load_library leaves out
     lines = str(error).splitlines() or [type(error).__name__]
     if os.environ.get("REPRO_BUILD_DEBUG") == "1":
         return "the build failed:\n" + "\n".join(lines[-30:])
