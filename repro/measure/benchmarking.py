@@ -1,8 +1,8 @@
 """Kernels under pytest-benchmark: a timer that reads device time, and rounds that are checked before and after.
 
-pytest-benchmark reads the timer before and after a call and subtracts. On CUDA a reading is an event, and only the
-subtraction waits; the L2 flush queued before the round keeps the GPU busy meanwhile, so that the launch is hidden unless
-it outlasts the flush. Calibration never runs: rounds are pedantic, one call each.
+pytest-benchmark reads the timer before and after a call and subtracts. On CUDA a reading is an event, and only
+the subtraction waits; the L2 flush queued before the round keeps the GPU busy meanwhile, so that the launch is hidden
+unless it outlasts the flush. Calibration never runs: rounds are pedantic, one call each.
 """
 
 from __future__ import annotations

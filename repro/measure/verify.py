@@ -100,18 +100,19 @@ def verified_time(
         _check_storages(subjects, run)
         run.poison()
         run.run()
+        _check_unchanged(subjects, before)
         _check(subjects, run, "before timing")
         run.poison()
         timed = run.time(seconds)
-        _check(subjects, run, "as left by the timed runs")
         _check_unchanged(subjects, before)
+        _check(subjects, run, "as left by the timed runs")
         for i, subject in enumerate(subjects):
             subject.refill(seed + i)
         before = _checksums(subjects)
         run.poison()
         run.run()
-        _check(subjects, run, "on new inputs after timing")
         _check_unchanged(subjects, before)
+        _check(subjects, run, "on new inputs after timing")
         return timed
     finally:
         run.close()
@@ -123,8 +124,8 @@ def check_once(subjects: Sequence[Subject]) -> None:
     run = timing.ClockPass([s.call for s in subjects])
     run.run()
     _check_storages(subjects, run)
-    _check(subjects, run, "in a single run")
     _check_unchanged(subjects, before)
+    _check(subjects, run, "in a single run")
 
 
 def _check(subjects: Sequence[Subject], run: timing.Pass, when: str) -> None:
