@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -56,18 +57,20 @@ def ours(row: Row) -> str:
     return f"{value} [{number(row['ci_low'])}, {number(row['ci_high'])}]"
 
 
-def terminal(rows: Sequence[Row], width: int) -> Table:
-    """The claims for a terminal of `width` characters, with the headline below; what was not run says why."""
-    table = Table(title="The paper's claims", caption=headline(rows), header_style="bold", title_justify="left")
+def terminal(rows: Sequence[Row], width: int) -> Group:
+    """The claims for a terminal of `width` characters; below, the headline, and why claims were not run."""
+    table = Table(title="The paper's claims", header_style="bold", title_justify="left")
     for name in ("id", "claim", "paper", "ours [95%]", "kind", "device", "verdict"):
         table.add_column(Text(name), overflow="fold", no_wrap=name in ("id", "paper", "verdict"))
+    reasons: dict[str, list[str]] = {}
     for r in rows:
-        ran = r["verdict"] != "not run"
         claim = r["statement"] if width >= 130 else BY_ID[r["id"]].title
-        result = Text(ours(r) if ran else r["note"], style="" if ran else "dim")
         verdict = Text(r["verdict"], style=COLOURS[r["verdict"]])
-        table.add_row(r["id"], claim, paper(r), result, r["kind"], r["device"], verdict)
-    return table
+        table.add_row(r["id"], claim, paper(r), Text(ours(r)), r["kind"], r["device"], verdict)
+        if r["verdict"] == "not run":
+            reasons.setdefault(r["note"], []).append(r["id"])
+    told = [Text(f"{', '.join(ids)} not run: {reason}", style="dim") for reason, ids in reasons.items()]
+    return Group(table, Text(headline(rows), style="bold"), *told)
 
 
 def markdown(rows: Sequence[Row], notes: bool = False) -> str:

@@ -112,7 +112,9 @@ def test_the_terminal_table_tells_verdicts_and_reasons(rows, width):
     text = console.export_text()
     assert "not reproduced" in text
     assert "measured: 2 exceeded, 2 reproduced" in " ".join(text.split())
-    assert re.search(r"no suite\s", text)
+    assert "K3, K4, B2, B3, B4, B5, B6, B7, T1, T2, T3, T5, T6 not run: no suite measures this yet" in " ".join(
+        text.split()
+    )
     assert "5.5x" in text
 
 
