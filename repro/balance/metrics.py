@@ -59,9 +59,13 @@ def mix_distance(schedule: Schedule) -> FloatArray:
     """float64 [T], total variation between the buckets of a step's samples and the corpus: 0 same mix, 1 disjoint."""
     keys = np.arange(schedule.steps)[:, None, None] * schedule.buckets + np.maximum(schedule.bucket, 0)
     samples = np.bincount(keys.ravel(), weights=schedule.batch.ravel(), minlength=schedule.steps * schedule.buckets)
-    share = samples.reshape(schedule.steps, -1) / np.maximum(schedule.samples_of_step, 1)[:, None]
-    corpus_share = schedule.corpus.counts / schedule.corpus.samples
-    distance: FloatArray = 0.5 * np.abs(share - corpus_share).sum(axis=1)
+    return total_variation(samples.reshape(schedule.steps, -1), schedule.corpus.counts)
+
+
+def total_variation(samples: npt.NDArray[np.number], counts: npt.NDArray[np.integer]) -> FloatArray:
+    """float64 [T], total variation between the buckets of each step's samples [T, K] and of `counts` [K]."""
+    share = samples / np.maximum(samples.sum(axis=1, keepdims=True), 1)
+    distance: FloatArray = 0.5 * np.abs(share - counts / counts.sum()).sum(axis=1)
     return distance
 
 

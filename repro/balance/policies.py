@@ -46,6 +46,23 @@ class Policy(ABC):
         Raises ValueError for an empty corpus, a sample larger than layout.m_mem or a batch that exceeds it.
         """
 
+    def checked_sizes(self, corpus: Corpus, layout: Layout) -> tuple[IntArray, IntArray]:
+        """Own and the reference's batch sizes, int64 [K]; 1 in buckets without samples. Raises as `schedule`."""
+        if corpus.samples == 0:
+            raise ValueError(f"corpus {corpus.name} has no samples")
+        used = corpus.counts > 0
+        sizes, reference = np.ones_like(corpus.counts), np.ones_like(corpus.counts)
+        reference[used] = largest_batches(corpus.tokens[used], layout.m_mem)
+        sizes[used] = self.batch_sizes(corpus.tokens[used])
+        over = np.flatnonzero(used & (sizes > reference))
+        if over.size:
+            k = int(over[0])
+            raise ValueError(
+                f"{self.name} puts {sizes[k]} samples of {corpus.shapes[k]} into a micro-batch, "
+                f"{sizes[k] * corpus.tokens[k]} tokens, more than the memory limit of {layout.m_mem}: lower its budget"
+            )
+        return sizes, reference
+
 
 @dataclass(frozen=True)
 class _ReadyMade(Policy):
@@ -58,7 +75,7 @@ class _ReadyMade(Policy):
     same_bucket: ClassVar[bool] = False
 
     def schedule(self, corpus: Corpus, layout: Layout, seed: int = 0, epoch: int = 0) -> Schedule:
-        sizes, reference = self._checked_sizes(corpus, layout)
+        sizes, reference = self.checked_sizes(corpus, layout)
         full, rest = np.divmod(corpus.counts, sizes)
         number = full + (rest > 0)
         bucket = np.repeat(np.arange(number.size, dtype=np.int32), number)
@@ -74,25 +91,8 @@ class _ReadyMade(Policy):
             a_step = layout.micro_batches * int(number.sum()) / int(wanted.sum())
         bucket_TMR, batch_TMR = fold(*slots, a_step)
         bucket_TMR, batch_TMR = self._assign(bucket_TMR, batch_TMR, corpus, layout)
-        _, order = shuffled(corpus, seed, epoch)
-        return Schedule(corpus, bucket_TMR, batch_TMR, order)
-
-    def _checked_sizes(self, corpus: Corpus, layout: Layout) -> tuple[IntArray, IntArray]:
-        """Own and the reference's batch sizes [K]; buckets without samples are not looked at."""
-        if corpus.samples == 0:
-            raise ValueError(f"corpus {corpus.name} has no samples")
-        used = corpus.counts > 0
-        sizes, reference = np.ones_like(corpus.counts), np.ones_like(corpus.counts)
-        reference[used] = largest_batches(corpus.tokens[used], layout.m_mem)
-        sizes[used] = self.batch_sizes(corpus.tokens[used])
-        over = np.flatnonzero(used & (sizes > reference))
-        if over.size:
-            k = int(over[0])
-            raise ValueError(
-                f"{self.name} puts {sizes[k]} samples of {corpus.shapes[k]} into a micro-batch, "
-                f"{sizes[k] * corpus.tokens[k]} tokens, more than the memory limit of {layout.m_mem}: lower its budget"
-            )
-        return sizes, reference
+        drawn, by_bucket = shuffled(corpus, seed, epoch)
+        return Schedule(corpus, bucket_TMR, batch_TMR, drawn[by_bucket])
 
     def _slots(
         self,

@@ -71,9 +71,10 @@ class Schedule:
     batch: int32 [T, M, R], its samples; 0 with a bucket >= 0 is a filler (one sample of that bucket at weight 0).
     order: int64 [N], sample ids by bucket, within a bucket as they are dealt in (step, slot, rank) order.
     max_wait_steps: most steps that a sample waited between being drawn and being used; 0 without carry-over.
+    wait_limit_steps: the bound on that which the policy enforces.
     backlog_steps: most tokens drawn and unused after a step, in mean steps' tokens; 0 without carry-over.
 
-    Raises ValueError unless each sample is dealt exactly once and every rank has the same slots.
+    Raises ValueError unless each sample is dealt exactly once, every rank has the same slots and the bound is kept.
     """
 
     corpus: Corpus
@@ -81,11 +82,14 @@ class Schedule:
     batch: npt.NDArray[np.int32]
     order: IntArray
     max_wait_steps: int = 0
+    wait_limit_steps: int = 0
     backlog_steps: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bucket.ndim != 3 or self.bucket.shape != self.batch.shape:
             raise ValueError(f"bucket and batch must both be [T, M, R], got {self.bucket.shape} and {self.batch.shape}")
+        if self.max_wait_steps > self.wait_limit_steps:
+            raise ValueError(f"a sample waits {self.max_wait_steps} steps, the limit is {self.wait_limit_steps}")
         absent = self.bucket == ABSENT
         if np.any(absent.any(axis=2) != absent.all(axis=2)):
             raise ValueError("a slot is absent on some ranks only: every rank must have the same micro-batches")
@@ -172,12 +176,12 @@ class Schedule:
 
 
 def shuffled(corpus: Corpus, seed: int, epoch: int) -> tuple[IntArray, IntArray]:
-    """The epoch's random order of all samples, and the same grouped by bucket (stable), both int64 [N]."""
+    """The epoch's random order of all samples, and the positions in it grouped by bucket (stable), both int64 [N]."""
     drawn = np.random.default_rng([seed, epoch]).permutation(corpus.samples)
     bucket = corpus.bucket_of[drawn]
     if len(corpus.shapes) <= np.iinfo(np.int16).max:
         bucket = bucket.astype(np.int16)  # NumPy sorts 16-bit keys by radix: linear in N
-    return drawn, drawn[np.argsort(bucket, kind="stable")]
+    return drawn, np.argsort(bucket, kind="stable")
 
 
 def fold(
