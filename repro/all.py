@@ -35,7 +35,9 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Measure this suite and what it needs; repeatable.")] = None,
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Measure what is missing here.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be measured, and stop.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Measure recorded cases again; old rows stay.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure recorded cases (of --only) again; old rows stay.")
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="Run the simulated suites from this device's recorded rows instead.")
     ] = None,
@@ -55,7 +57,7 @@ def main(
         selected = runner.load_suites(only)[0] if only else suites
         if device:
             selected = {n: s for n, s in selected.items() if registry.is_simulated(s)}
-        planned, unlisted = runner.plan(store, selected, machine, chosen_profile, again)
+        planned, unlisted = runner.plan(store, selected, machine, chosen_profile, (only or suites) if again else ())
         errors += unlisted
         if dry_run:
             console.print(runner.table(planned, machine, chosen_profile))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -39,15 +40,25 @@ class Planned:
 class _Advance:
     """Feeds the progress bar, whose unit is the estimated second."""
 
-    def __init__(self, progress: Progress, suites: dict[str, int], seconds: float) -> None:
+    def __init__(self, progress: Progress, planned: Sequence[Planned]) -> None:
         self._progress = progress
-        self._task = progress.add_task("", total=seconds, cases=0, of=sum(suites.values()), began=time.monotonic())
+        self._todo = {p.name: p.todo for p in planned}
+        self._task = progress.add_task("", began=time.monotonic(), cases=0, **self._totals())
+
+    def expect(self, p: Planned) -> None:
+        """Correct what is to do of a suite."""
+        self._todo[p.name] = p.todo
+        self._progress.update(self._task, **self._totals())
 
     def begin(self, suite: str) -> None:
         self._progress.update(self._task, description=suite, began=time.monotonic())
 
     def end(self, seconds: float) -> None:
         self._progress.update(self._task, advance=seconds, cases=self._progress.tasks[0].fields["cases"] + 1)
+
+    def _totals(self) -> dict[str, Any]:
+        todo = [c for cases in self._todo.values() for c in cases]
+        return {"total": sum(c.seconds for c in todo), "of": len(todo)}
 
 
 @dataclass
@@ -95,22 +106,32 @@ def load_suites(names: Iterable[str] | None = None) -> tuple[dict[str, Suite], l
 
 
 def plan(
-    store: Store, suites: dict[str, Suite], machine: Machine, profile: Profile, again: bool = False
+    store: Store, suites: dict[str, Suite], machine: Machine, profile: Profile, again: Collection[str] = ()
 ) -> tuple[list[Planned], list[str]]:
     """What is to do on this machine, in the suites' order; and a line for each suite whose cases cannot be listed.
 
-    again: plan recorded cases too.
+    again: suites whose recorded cases are planned too.
     """
     planned: list[Planned] = []
     errors: list[str] = []
     for name, suite in suites.items():
         try:
             cases = tuple(suite.cases(profile, machine))
-            done = set() if again else store.done(name, machine.slug, profile)
-            planned.append(Planned(name, suite, cases, tuple(c for c in cases if case_key(c.key) not in done)))
+            todo = cases if name in again else _missing(store, suite, cases, machine.slug, profile)
+            planned.append(Planned(name, suite, cases, todo))
         except Exception as e:
             errors.append(f"{name}: cases cannot be listed: {type(e).__name__}: {e}")
     return planned, errors
+
+
+def _missing(store: Store, suite: Suite, cases: Sequence[Case], device: str, profile: Profile) -> tuple[Case, ...]:
+    """Cases that are not recorded; of a simulated suite also those older than the rows that it is built from."""
+    since = ""
+    if registry.is_simulated(suite):
+        needs = store.gather(suite.NEEDS, device, profile)
+        since = str(needs["run_id"].max()) if len(needs) else ""
+    done = store.done(suite.NAME, device, profile, since)
+    return tuple(c for c in cases if case_key(c.key) not in done)
 
 
 def table(planned: Sequence[Planned], machine: Machine, profile: Profile) -> Table:
@@ -141,6 +162,7 @@ def measure(
 ) -> Outcome:
     """Measure and persist every case that is to do. A case that fails is reported and the others go on.
 
+    machine: what the rows are about. Where its record holds `facts_of_run` it is a recorded one, not this one.
     debug: show the traceback of a failed case.
     """
     outcome = Outcome()
@@ -150,12 +172,18 @@ def measure(
     try:
         with _progress(planned, console) as advance:
             for p in planned:
+                if registry.is_simulated(p.suite) and len(p.todo) < len(p.cases):
+                    # what it is built from may have been measured a moment ago
+                    p = replace(p, todo=_missing(store, p.suite, p.cases, run.device, profile))
+                advance.expect(p)
                 _measure_suite(store, run, p, machine, outcome, console, debug, advance)
     except KeyboardInterrupt:
         outcome.interrupted = True
     finally:
         status = "interrupted" if outcome.interrupted else "failed" if outcome.failed else "finished"
-        store.finish(run, status, outcome.counts, read_clocks(machine.gpu_count))
+        elsewhere = "facts_of_run" in machine.record
+        clocks = {"unavailable": "computed elsewhere"} if elsewhere else read_clocks(machine.gpu_count)
+        store.finish(run, status, outcome.counts, clocks)
     return outcome
 
 
@@ -202,7 +230,7 @@ def _measure_suite(
 def _progress(planned: Sequence[Planned], console: Console) -> Iterator[_Advance]:
     columns = (TextColumn("{task.description:<18}"), BarColumn(), _Cases(), _TimeLeft())
     with Progress(*columns, console=console, transient=True) as progress:
-        yield _Advance(progress, {p.name: len(p.todo) for p in planned}, sum(p.seconds for p in planned))
+        yield _Advance(progress, planned)
 
 
 class _Cases(MofNCompleteColumn):

@@ -152,12 +152,16 @@ class Store:
         frames = [f for f in (self.rows(s, device, profile) for s in suites) if len(f)]
         return pd.concat(frames, ignore_index=True) if frames else self.rows("", device, profile)
 
-    def done(self, suite: str, device: str, profile: Profile) -> set[Key]:
-        """Keys (`case_key`) of the cases that need no measuring: recorded, and not cut off while being written."""
+    def done(self, suite: str, device: str, profile: Profile, since: str = "") -> set[Key]:
+        """Keys (`case_key`) of the cases that need no measuring: recorded, and not cut off while being written.
+
+        since: run_id of the oldest run that counts.
+        """
         table = files.read_table(self._path(suite, device))
         frame = self._newest(suite, device, profile, table)
         parameters = parameter_columns(frame.columns.drop("device"))
         cut = [_prefix(columns, line) for columns, line in table.rejected]
+        frame = frame[frame["run_id"] >= since]
         whole = (row for row in frame.to_dict("records") if not any(_matches(row, prefix) for prefix in cut))
         return {case_key({p: row[p] for p in parameters}) for row in whole}
 

@@ -62,6 +62,26 @@ def test_a_second_run_skips_what_is_done(checkout):
     assert len(checkout.logged()) == 3
 
 
+def test_again_repeats_the_named_suite_only(checkout):
+    checkout.run()
+    checkout.logged()
+    checkout.run("--again", "--only", "model")
+    assert [line.split()[0] for line in checkout.logged()] == ["model"]
+
+
+def test_a_simulated_suite_follows_newer_rows_of_what_it_is_built_from(checkout):
+    checkout.run()
+    checkout.run("--only", "speed", "--again")
+    checkout.logged()
+    checkout.run()
+    assert [line.split()[0] for line in checkout.logged()] == ["model"]
+    checkout.suite("speed", (checkout.root / "suites" / "speed.py").read_text().replace("(1, 2, 3)", "(1, 2, 3, 4)"))
+    checkout.run()  # within one run: the fourth case is new, so the model is built anew
+    assert [line.split()[0] for line in checkout.logged()] == ["speed", "model"]
+    checkout.run()
+    assert checkout.logged() == []
+
+
 def test_only_takes_what_a_suite_needs_along(checkout):
     checkout.suite("other", SILENT.format(name="other"))
     checkout.run("--only", "model")
