@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -116,6 +117,8 @@ def read_csv(path: Path, wanted: Columns, rows: int = CHUNK_ROWS) -> Iterator[Ra
                 raise ManifestError(f"{path} is empty: want a header line and one clip a line")
             columns = choose(header, wanted)
             at = [header.index(c) for c in columns.values()]
+            # itemgetter gives a bare value for one index, and nothing for none
+            pick = itemgetter(*at) if len(at) > 1 else lambda record: [record[i] for i in at]
             first = 0
             while True:
                 got, lines, number, before = _Gather(list(columns)), list[int](), first, reader.line_num
@@ -124,7 +127,7 @@ def read_csv(path: Path, wanted: Columns, rows: int = CHUNK_ROWS) -> Iterator[Ra
                         continue  # a blank line is not a record
                     line = reader.line_num  # of the record's last line
                     if len(record) == len(header):
-                        got.flat.extend([record[i] for i in at])
+                        got.flat.extend(pick(record))
                         got.numbers.append(number)
                         lines.append(line)
                     else:
