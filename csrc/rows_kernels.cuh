@@ -7,8 +7,11 @@ namespace adaln {
 
 // Measured on an H200 (NOTES.md has the sweep). Wider rows than the last line's take the scalar kernels.
 // Columns: row_vectors, {vectors, rows, stages, blocks_per_sm}, keep.
-constexpr Choice kForward16[] = {
-    {256, {2, 2, 2, 4}, true}, {384, {3, 1, 3, 3}, true}, {1024, {4, 1, 4, 3}, false}, {2048, {8, 1, 3, 2}, false}};
+constexpr Choice kForward16[] = {{256, {2, 2, 2, 4}, true},
+                                 {512, {3, 1, 3, 3}, true},
+                                 {768, {3, 1, 4, 2}, true},
+                                 {1024, {4, 1, 3, 2}, false},
+                                 {2048, {8, 1, 3, 2}, false}};
 constexpr Choice kForward32[] = {
     {384, {3, 1, 4, 2}, true}, {768, {3, 1, 4, 1}, true}, {2048, {4, 1, 2, 2}, false}, {2048, {8, 1, 2, 1}, false}};
 constexpr Choice kBackward16[] = {{256, {1, 2, 2, 2}, true},

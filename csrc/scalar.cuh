@@ -64,9 +64,11 @@ __global__ void __launch_bounds__(kScalarThreads) backward_scalar(const Backward
     const Y* const dy = row_of<Y>(a.dy, sample, row);
     X* const dx = row_of<X>(a.dx, sample, row);
     const float mean = a.mean[index], rstd = a.rstd[index];
+    // Rounded here, not contracted into what follows: g must be the same number wherever it is used, or in rows of
+    // nearly equal features rstd, up to 1 / sqrt(eps), blows the difference up.
     const auto gradient = [&](int d) {
-      return to_float(dy[d]) *
-             (1.0f + load_element(a.scale.data, a.scale.type, sample * a.scale.batch_stride + d * a.scale.stride));
+      return __fmul_rn(to_float(dy[d]), 1.0f + load_element(a.scale.data, a.scale.type,
+                                                            sample * a.scale.batch_stride + d * a.scale.stride));
     };
     float g_sum = 0.0f, gx_sum = 0.0f;
     for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {

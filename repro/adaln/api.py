@@ -78,4 +78,15 @@ def _compiled_eager() -> LayerNormModulate:
     # object of its own for each caller, and fullgraph, which turns that fallback into an error.
     eager = reference.eager
     own = types.FunctionType(eager.__code__.replace(), eager.__globals__, "eager", eager.__defaults__)
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    compiled = torch.compile(own, fullgraph=True, dynamic=False)
+
+    def call(
+        x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if x.dim() == shift.dim() == scale.dim() == 3:
+            # PyTorch 2.11's Inductor returns the gradient of a [1, 1, D] modulation as [D], which autograd refuses;
+            # that of [1, D] is right (and the faster: one kernel reduces rows and columns).
+            shift, scale = shift.squeeze(1), scale.squeeze(1)
+        return compiled(x, shift, scale, eps, out_dtype)
+
+    return call

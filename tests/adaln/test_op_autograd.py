@@ -55,8 +55,8 @@ def test_gradcheck(form):
 def test_one_autograd_node(device, impl, form):
     """The paper's 5 to 8 nodes become one: y's node leads straight to the three inputs, views included."""
     x, shift, scale = leaves = _leaves(device, *form)
-    node = layer_norm_modulate(x, shift, scale, impl=impl).grad_fn
-    inputs = [edge for edge, _ in node.next_functions if edge is not None]
+    y = layer_norm_modulate(x, shift, scale, impl=impl)  # a Python node is only whole while its output lives
+    inputs = [edge for edge, _ in y.grad_fn.next_functions if edge is not None]
     assert [edge.variable.data_ptr() for edge in inputs] == [leaf.data_ptr() for leaf in leaves]
 
 
