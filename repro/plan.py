@@ -30,7 +30,7 @@ from repro.planner import Plan
 from repro.records import Store
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMED_SAMPLES = 100_000
+NAMED_SAMPLES = 1_000_000
 """Clips that a corpus given by name is shown with."""
 WIDTH = 140
 """Columns of the tables where the output is no terminal."""
@@ -46,6 +46,7 @@ def main(
     ranks: Annotated[int, typer.Option(min=1, help="GPUs that train together")] = 8,
     memory_gb: Annotated[float | None, typer.Option(min=1, help="GB of one GPU, if not the device's")] = None,
     m_mem: Annotated[int | None, typer.Option(min=1, help="tokens a micro-batch may hold, if not as measured")] = None,
+    token_budget: Annotated[int | None, typer.Option(min=1, help="equal-token's today, if below M_mem")] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="a step and rank")] = 1,
     sync: Annotated[str, typer.Option(help="micro_batch (full sharding) or step: where ranks meet")] = "micro_batch",
     adaln: Annotated[str, typer.Option(help="eager, wan or fused")] = "eager",
@@ -88,6 +89,7 @@ def main(
             micro_batches=micro_batches,
             adaln=adaln,
             m_mem=m_mem,
+            token_budget=token_budget,
             extrapolate=extrapolate,
         )
         costs, memory = plan_setup.read_costs(store, setup)

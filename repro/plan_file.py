@@ -119,6 +119,7 @@ def _document(plan: Plan, policy: str) -> dict[str, Any]:
             "ranks": setup.ranks,
             "micro_batches": setup.micro_batches,
             "sync": setup.sync,
+            "token_budget": setup.token_budget or plan.limits.m_mem,
             "bandwidth_bytes_per_s": setup.bandwidth,
         },
         "limits": {

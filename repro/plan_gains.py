@@ -28,7 +28,7 @@ COST_DRAWS = 20
 
 _STEPS = 150
 """Optimizer steps that a simulated epoch should have: an epoch's uneven tail is then under 1% of it."""
-_SAMPLES = (20_000, 400_000)
+_SAMPLES = (20_000, 1_000_000)
 """Fewest and most samples of a simulated epoch; a larger corpus is thinned, its shares kept within 1 / 20,000."""
 
 

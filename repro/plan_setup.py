@@ -32,7 +32,8 @@ class Setup:
     """A training run to plan for.
 
     device: slug of the results that step times come from. memory_bytes: of one device. adaln: as in `block_time`.
-    m_mem: tokens of the largest micro-batch; None for what measured memory gives. bandwidth: bus bandwidth of the
+    m_mem: tokens of the largest micro-batch; None for what measured memory gives. token_budget: of the equal-token
+    baseline's micro-batches; None for m_mem. bandwidth: bus bandwidth of the
     collectives in bytes/s; None where communication is taken to hide under compute. extrapolate: go beyond the longest
     and largest shapes that were measured.
     """
@@ -45,6 +46,7 @@ class Setup:
     micro_batches: int = 1
     adaln: str = "eager"
     m_mem: int | None = None
+    token_budget: int | None = None
     bandwidth: float | None = None
     extrapolate: bool = False
 

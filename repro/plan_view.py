@@ -87,11 +87,14 @@ def facts(plan: Plan) -> list[str]:
         f"{setup.model.name}, {setup.adaln} AdaLN, {setup.ranks} ranks of {setup.device} with "
         f"{setup.memory_bytes / 1e9:.0f} GB; M_mem {plan.limits.m_mem:,} tokens, p {plan.limits.p:.2f}, "
         f"longest micro-batch {plan.target_seconds:.2f} s.",
-        f"Ranks meet {where}; {BASELINE} has {setup.micro_batches} micro-batch(es) of M_mem tokens a step and rank, "
-        f"the others as many as give its samples a step; communication {hidden}.",
+        f"Ranks meet {where}. Every policy has the samples a step that {setup.micro_batches} micro-batch(es) of M_mem "
+        f"tokens a rank give; {BASELINE} fills {setup.token_budget or plan.limits.m_mem:,} tokens; communication "
+        f"{hidden}.",
         f"Step times: a few blocks measured on {setup.device}, scaled to {setup.model.layers}; the fit is "
         f"{costs.held_out_mape:.1f}% off at lengths held out. Intervals: that error, and which samples an epoch draws "
         f"({plan.simulated_samples:,} simulated).",
+        "Mix distance: 0 where every step has the corpus' mix, 1 where it has none of it; a step of a same-bucket "
+        "policy (quadratic_budget is one) trains on one bucket, which is the price of its balance.",
     ]
 
 

@@ -66,9 +66,13 @@ def make(setup: Setup, costs: Costs, corpus: Corpus, m_mem: int, seed: int = 0) 
     used = corpus.counts > 0
     corpus = corpus if used.all() else _without_empty(corpus, used)
     _refuse_too_long(setup, costs, corpus, m_mem)
+    if setup.token_budget is not None and not 1 <= setup.token_budget <= m_mem:
+        raise PlanError(
+            f"the baseline's token budget must be 1 to M_mem = {m_mem:,} tokens, got {setup.token_budget:,}"
+        )
     chosen = limits.choose(costs.power, corpus.tokens, m_mem)
     cost = costs.quadratic
-    rules = {name: _policy(name, chosen, cost, corpus) for name in policies.NAMES}
+    rules = {name: _policy(name, chosen, cost, corpus, setup.token_budget) for name in policies.NAMES}
     batches = {name: rule.batch_sizes(corpus.tokens) for name, rule in rules.items()}
     buckets = {name: BucketPlan(b, cost.seconds(b, corpus.tokens)) for name, b in batches.items()}
     gains, simulated = plan_gains.expected(rules, corpus, setup, costs, m_mem, seed)
@@ -85,12 +89,22 @@ def make(setup: Setup, costs: Costs, corpus: Corpus, m_mem: int, seed: int = 0) 
     )
 
 
-def _policy(name: str, chosen: limits.Limits, cost: QuadraticCost, corpus: Corpus) -> policies.Policy:
+def _policy(
+    name: str, chosen: limits.Limits, cost: QuadraticCost, corpus: Corpus, token_budget: int | None
+) -> policies.Policy:
     """Every policy at its best under the same memory limit: nobody would run Open-Sora's search at a lower target."""
     if name == "equal_time":
         return policies.EqualTime(chosen.m_mem, cost, limits.target_seconds(cost, corpus.tokens, chosen.m_mem))
     quadratic = UNIT * cost.b / cost.c if cost.c else float("inf")
-    return policies.make(name, m_mem=chosen.m_mem, cost=cost, m_comp=chosen.m_comp, p=chosen.p, quadratic=quadratic)
+    return policies.make(
+        name,
+        m_mem=chosen.m_mem,
+        cost=cost,
+        token_budget=token_budget,
+        m_comp=chosen.m_comp,
+        p=chosen.p,
+        quadratic=quadratic,
+    )
 
 
 def _without_empty(corpus: Corpus, used: npt.NDArray[np.bool_]) -> Corpus:

@@ -140,6 +140,16 @@ def test_the_same_plan_again(costs: Costs, plan: planner.Plan) -> None:
     assert again.gains == plan.gains
 
 
+def test_a_smaller_baseline_makes_the_freed_memory_part_of_the_gain(costs: Costs, plan: planner.Plan) -> None:
+    smaller = planner.make(setup(token_budget=48_000), costs, mixes.named("wan-uniform", 30_000), 58_896)
+    assert smaller.buckets["equal_token"].batch.tolist() == np.maximum(1, 48_000 // plan.corpus.tokens).tolist()
+    assert smaller.buckets["dual_constraint"].batch.tolist() == plan.buckets["dual_constraint"].batch.tolist()
+    full, freed = (next(g.gain for g in p.gains if g.policy == "dual_constraint") for p in (plan, smaller))
+    assert freed > full + 0.02
+    with pytest.raises(PlanError, match="token budget must be 1 to M_mem = 58,896"):
+        planner.make(setup(token_budget=60_000), costs, mixes.named("wan-uniform", 1_000), 58_896)
+
+
 def test_empty_buckets_do_not_count(costs: Costs) -> None:
     corpus = mixes.named("wan-uniform", 30_000)
     emptied = Corpus(
