@@ -25,7 +25,8 @@ def test_a_storage_counts_once_however_often_it_is_saved() -> None:
 def test_a_view_counts_with_its_whole_storage() -> None:
     table = torch.randn(6, 8)
     x = torch.randn(8, requires_grad=True)
-    assert memory.saved_by_autograd(lambda: x * table[2]).bytes == 6 * 8 * 4
+    saved = memory.saved_by_autograd(lambda: x * table[2])
+    assert saved.bytes == 6 * 8 * 4 and saved.tensors == (((8,), torch.float32, 6 * 8 * 4),)
     assert memory.saved_by_autograd(lambda: x * table[2], exclude=[table]).bytes == 0
 
 

@@ -119,6 +119,19 @@ class StopsWorking:
         return honest(x) if self.left >= 0 else torch.empty_like(x)
 
 
+class StopsWriting(RemembersOutput):
+    """Writes its own buffers, honestly at first; later calls leave there what the last honest one wrote."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = super().__call__(x)
+        self.left -= 1
+        return out.copy_(honest(x)) if self.left >= 0 else out
+
+
 def writes_part(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     out[:-1] = honest(x[:-1])
@@ -181,6 +194,7 @@ CHEATS = [
     SharesOneBuffer,
     WritesPartOfItsOwnBuffer,
     lambda: StopsWorking(2),
+    lambda: StopsWriting(2),
     lambda: writes_part,
     lambda: misses_one_row,
     lambda: misses_one_element,
@@ -201,8 +215,9 @@ def test_cheats_are_caught(cheat: Callable[[], Kernel], device: torch.device) ->
 
 def test_work_skipped_in_the_timed_runs_is_caught() -> None:
     """Honest through all checks before timing (two runs of two sets), idle from then on."""
-    with pytest.raises(WrongResultError, match="as left by the timed runs"):
-        timed(StopsWorking(4), torch.device("cpu"))
+    for cheat in (StopsWorking(4), StopsWriting(4)):
+        with pytest.raises(WrongResultError, match="as left by the timed runs"):
+            timed(cheat, torch.device("cpu"))
 
 
 def test_a_memory_of_the_old_inputs_is_caught_last() -> None:
