@@ -101,14 +101,14 @@ def test_batches_follow_the_rules_and_the_memory_limit(plan: planner.Plan) -> No
 
 
 def test_pinned_names_what_pins(costs: Costs) -> None:
-    """With a cost limit of three medium clips, one clip of twice their length is pinned by compute, not by memory."""
-    shapes = (Shape(17, 480, 832), Shape(33, 480, 832), Shape(49, 720, 1280))
+    """Two clips of 28,476 tokens fit into 58,896, but cost more together than one of 46,800 under a power law."""
+    shapes = (Shape(33, 480, 832), Shape(449, 192, 336), Shape(49, 720, 1280))
     tokens = np.array([Tokenizer().tokens(s) for s in shapes])
     corpus = Corpus("three", "test", shapes, tokens, np.repeat(np.arange(3, dtype=np.int32), 50))
-    plan = planner.make(setup(ranks=2), costs, corpus, 48_000)
-    one = plan.buckets["dual_constraint"].batch == 1
-    assert plan.pinned[2] == "memory"
-    assert [p != "" for p in plan.pinned] == one.tolist()
+    plan = planner.make(setup(ranks=2), costs, corpus, 58_896)
+    assert plan.pinned == ["", "compute", "memory"]
+    assert plan.buckets["dual_constraint"].batch.tolist()[1:] == [1, 1]
+    assert plan.buckets["equal_token"].batch[1] == 2
 
 
 def test_gains_are_paired_with_the_baseline_and_have_intervals(plan: planner.Plan) -> None:
