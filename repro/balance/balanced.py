@@ -33,7 +33,10 @@ LONGEST_PERIOD = 16.0
 """Steps between two slots of a group beyond which the default bound on waiting does not grow."""
 
 TRIAL_MICRO_BATCHES = 30_000
-"""Micro-batches, over all ranks, on which a division into groups is tried (at least 20 steps)."""
+"""Micro-batches, over all ranks, on which a division into groups is tried, in 20 to 400 steps."""
+
+LAST_STOPS = 8
+"""Steps at an epoch's end, at most, that may be dealt anew together with what whole slots leave over."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,8 @@ class Balanced(Policy):
 
     def schedule(self, corpus: Corpus, layout: Layout, seed: int = 0, epoch: int = 0) -> Schedule:
         sizes, _ = self.checked_sizes(corpus, layout)
-        seconds = self.cost.seconds(sizes, corpus.tokens)
         used = np.flatnonzero(corpus.counts)
-        used = used[np.argsort(-seconds[used], kind="stable")]
+        used = used[np.argsort(-self.cost.seconds(sizes[used], corpus.tokens[used]), kind="stable")]
         buckets = Buckets(corpus.tokens[used], sizes[used], self.cost)
         place = np.zeros(corpus.counts.size, dtype=np.int64)
         place[used] = np.arange(used.size)
@@ -70,10 +72,8 @@ class Balanced(Policy):
 
         rules, limit = self._rules(stream, buckets, layout)
         taken = window.take(stream, rules)
-        body = buckets.deal(taken.micro_batches, taken.samples, layout)
-        tail = buckets.deal_rest(taken.left, layout)
-        bucket, batch = np.concatenate([body[0], tail[0]]), np.concatenate([body[1], tail[1]]).astype(np.int32)
-        bucket = np.where(bucket == ABSENT, ABSENT, used[bucket]).astype(np.int32)
+        place_of, batch = _with_tail(taken, corpus.samples, buckets, layout)
+        bucket = np.where(place_of == ABSENT, ABSENT, used[place_of]).astype(np.int32)
         wait, backlog = _carried_over(corpus, bucket, batch, drawn, by_bucket, taken.drawn)
         return Schedule(corpus, bucket, batch, drawn[by_bucket], wait, limit, backlog)
 
@@ -93,7 +93,7 @@ class Balanced(Policy):
         drain = ceil(1.0 + carried + buckets.batch.size / size) + 1
         seconds = buckets.seconds(np.arange(full.size), buckets.batch)
         best: tuple[float, window.Rules] | None = None
-        for starts in groups.candidates(seconds, buckets.batch, slots, complete * layout.micro_batches):
+        for starts in groups.candidates(seconds, buckets.batch, slots, layout.ranks, complete * layout.micro_batches):
             period = min(1.0 / float(np.add.reduceat(slots, starts).min()), LONGEST_PERIOD)
             patience = max(ceil(2.0 * (carried + period)), drain + 1)
             if self.max_wait_steps is not None:
@@ -104,7 +104,7 @@ class Balanced(Policy):
                         f"got {self.max_wait_steps}"
                     )
             rules = window.Rules(starts, layout.micro_batches, layout.ranks, reserve, patience)
-            taken = window.take(stream, rules, max(20, TRIAL_MICRO_BATCHES // size))
+            taken = window.take(stream, rules, min(400, max(20, TRIAL_MICRO_BATCHES // size)))
             score = self._score(taken, buckets, layout, counts) if taken.drawn.size else 0.0
             if best is None or score > best[0]:
                 best = score, rules
@@ -114,10 +114,32 @@ class Balanced(Policy):
     def _score(self, taken: window.Taken, buckets: Buckets, layout: Layout, counts: IntArray) -> float:
         """Share of perfect balance less the weighted mix distance, over the steps taken."""
         bucket, batch = buckets.deal(taken.micro_batches, taken.samples, layout)
-        met = metrics.meetings(buckets.seconds(bucket, batch), layout.sync)
+        total = float(metrics.slowest(buckets.seconds(bucket, batch), layout.sync).sum())
         each = buckets.seconds(np.arange(counts.size), buckets.batch) / buckets.batch
-        share = float((taken.samples @ each).sum()) / (layout.ranks * float(met.max(axis=1).sum()))
+        share = float((taken.samples @ each).sum()) / (layout.ranks * total)
         return share - self.mix_weight * float(metrics.total_variation(taken.samples, counts).mean())
+
+
+def _with_tail(
+    taken: window.Taken, samples: int, buckets: Buckets, layout: Layout
+) -> tuple[IntArray, Int32Array]:
+    """Bucket and batch [T, M, R] of the steps taken and of those for the rest, which may take over for the last few.
+
+    Whole slots taken to the last leave a rest that does not match; where to stop is tried once all samples are drawn.
+    """
+    bucket, batch = buckets.deal(taken.micro_batches, taken.samples, layout)
+    seconds = metrics.slowest(buckets.seconds(bucket, batch), layout.sync).sum(axis=1)
+    steps = taken.drawn.size
+    first = max(int(np.searchsorted(taken.drawn, samples)), steps - LAST_STOPS)
+    best: tuple[float, int, tuple[IntArray, IntArray]] | None = None
+    for stop in range(steps, first - 1, -1):
+        rest = buckets.deal_rest(taken.left + taken.samples[stop:].sum(axis=0), layout)
+        total = float(seconds[:stop].sum() + metrics.slowest(buckets.seconds(*rest), layout.sync).sum())
+        if best is None or total < best[0] * (1 - 1e-9):
+            best = total, stop, rest
+    assert best is not None, "stopping after the last step is always tried"
+    _, stop, rest = best
+    return np.concatenate([bucket[:stop], rest[0]]), np.concatenate([batch[:stop], rest[1]]).astype(np.int32)
 
 
 def _carried_over(
@@ -132,7 +154,7 @@ def _carried_over(
     keys = np.arange(steps)[:, None, None] * buckets + np.maximum(bucket, 0)
     samples = np.bincount(keys.ravel(), weights=batch.ravel(), minlength=steps * buckets).reshape(steps, -1)
     samples = samples.astype(np.int64)
-    before = np.append(before, np.full(steps - before.size, drawn.size))
+    before = np.append(before[:steps], np.full(max(0, steps - before.size), drawn.size))
     drawn_in = np.searchsorted(before, np.arange(drawn.size), side="right")[by_bucket]
     used_in = np.repeat(np.tile(np.arange(steps), buckets), samples.T.ravel())
     tokens = np.concatenate([[0], np.cumsum(corpus.tokens[corpus.bucket_of[drawn]])])

@@ -17,14 +17,14 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-MIX_WEIGHTS = (0.01, 0.03, 0.06, 0.1, 0.2, 0.4, 1.0, 3.0)
+MIX_WEIGHTS = (0.01, 0.03, 0.06, 0.1, 0.2, 0.5, 2.0)
 """Worth of mix distance against time lost, for which the best cuts are tried."""
+
+STUCK_WEIGHTS = (0.0, 0.01, 0.03, 0.1)
+"""The same for the part of the carried micro-batches that wait in incomplete slots: it may leave no choice of slots."""
 
 MAX_CUTS = 40
 """Cuts are looked for at the steepest falls only; buckets (by aspect ratio, say) often cost nearly the same."""
-
-CARRIED_SHARE = 0.55
-"""Part of the carried backlog that incomplete slots may take up, on average: the rest is room for chance."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,20 @@ class _Intervals:
     stuck: FloatArray
 
 
-def candidates(seconds: FloatArray, batch: IntArray, slots: FloatArray, carried: float) -> list[IntArray]:
+def candidates(seconds: FloatArray, batch: IntArray, slots: FloatArray, ranks: int, carried: float) -> list[IntArray]:
     """Divisions into groups worth trying, each int64 [G], the first bucket of every group.
 
     seconds, batch [K]: cost and samples of a full micro-batch, dearest first. slots [K]: slots a step that each bucket
-    fills on average. carried: slots' worth of micro-batches that may be carried over.
+    fills on average. ranks: micro-batches in a slot. carried: slots' worth of micro-batches that may be carried over.
     """
     at = _positions(seconds)
-    table = _intervals(seconds, batch, slots, at)
-    found: dict[tuple[int, ...], None] = {}
-    for weight in MIX_WEIGHTS:
-        found[_within(table, weight, CARRIED_SHARE * carried)] = None
-    return [at[list(cuts)] for cuts in found]
+    table = _intervals(seconds, batch, slots, ranks, at)
+    found = {
+        _best_cuts(table.wait + mix * table.mix + stuck / max(carried, 1.0) * table.stuck)
+        for mix in MIX_WEIGHTS
+        for stuck in STUCK_WEIGHTS
+    }
+    return [at[list(cuts)] for cuts in sorted(found)]
 
 
 def _positions(seconds: FloatArray) -> IntArray:
@@ -61,7 +63,7 @@ def _positions(seconds: FloatArray) -> IntArray:
     return np.concatenate([[0], np.sort(steepest) + 1]).astype(np.int64)
 
 
-def _intervals(seconds: FloatArray, batch: IntArray, slots: FloatArray, at: IntArray) -> _Intervals:
+def _intervals(seconds: FloatArray, batch: IntArray, slots: FloatArray, ranks: int, at: IntArray) -> _Intervals:
     ends = np.append(at[1:], seconds.size)
     work, samples = float(seconds @ slots), float(batch @ slots)
     wait, mix, stuck = np.zeros((3, at.size, at.size))
@@ -70,7 +72,8 @@ def _intervals(seconds: FloatArray, batch: IntArray, slots: FloatArray, at: IntA
             part = slice(first, ends[q])
             lost, moved = _rounding(seconds[part], batch[part], slots[part])
             wait[p, q], mix[p, q] = lost / work, moved / samples
-            stuck[p, q] = max(0.0, 1.0 - float(slots[part].sum())) / 2.0
+            # A queue that fills at a steady rate up to a slot and is emptied: 0, 1, .. R - 1 micro-batches are left.
+            stuck[p, q] = max(0.0, 1.0 - float(slots[part].sum())) * (ranks - 1) / ranks / 2.0
     return _Intervals(wait, mix, stuck)
 
 
@@ -109,18 +112,6 @@ def _lost(seconds: FloatArray, taken: FloatArray, whole: int) -> float:
         inside = (np.minimum(edges[1:], slot + 1) - np.maximum(edges[:-1], slot)).clip(0.0)
         lost += float(seconds[inside > 1e-6].max(initial=0.0) - inside @ seconds)
     return lost
-
-
-def _within(table: _Intervals, weight: float, carried: float) -> tuple[int, ...]:
-    """Positions of the best cuts that keep `carried` slots or fewer stuck; with the fewest stuck where none does."""
-    price = 0.0
-    while True:
-        cuts = _best_cuts(table.wait + weight * table.mix + price * table.stuck)
-        ends = (*cuts[1:], table.stuck.shape[0])
-        stuck = sum(table.stuck[first, end - 1] for first, end in zip(cuts, ends, strict=True))
-        if stuck <= carried or price > 10.0:
-            return cuts
-        price = max(1e-3, 2.0 * price)
 
 
 def _best_cuts(cost: FloatArray) -> tuple[int, ...]:

@@ -38,12 +38,12 @@ def compute_seconds(schedule: Schedule, cost: Cost) -> FloatArray:
     absent = schedule.bucket == ABSENT
     # Far fewer distinct micro-batches than micro-batches: cost each once.
     width = int(schedule.batch.max(initial=1)) + 1
-    keys = np.where(absent, 0, schedule.bucket).astype(np.int64) * width + np.maximum(schedule.batch, 1)
+    keys = np.where(absent, 0, schedule.bucket * np.int64(width) + np.maximum(schedule.batch, 1))
     present = np.flatnonzero(np.bincount(keys.ravel(), minlength=schedule.buckets * width))
+    present = present[present > 0]  # key 0, bucket 0 with batch 0, stands for absent
     table = np.zeros(schedule.buckets * width)
     table[present] = cost.seconds(present % width, schedule.corpus.tokens[present // width])
     seconds: FloatArray = table[keys]
-    seconds[absent] = 0.0
     return seconds
 
 
@@ -75,6 +75,11 @@ def meetings(seconds: FloatArray, sync: Sync) -> FloatArray:
         return seconds.sum(axis=1)
     slots = seconds.reshape(-1, seconds.shape[2])
     return slots[slots.max(axis=1) > 0]
+
+
+def slowest(seconds: FloatArray, sync: Sync) -> FloatArray:
+    """Time of the slowest rank at each meeting of a step, float64 [T, M], or [T, 1] for `step`; seconds [T, M, R]."""
+    return seconds.sum(axis=1).max(axis=1)[:, None] if sync == "step" else seconds.max(axis=2)
 
 
 def rank_cv(met: FloatArray) -> FloatArray:

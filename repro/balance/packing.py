@@ -29,8 +29,8 @@ class Buckets:
     cost: Cost
 
     def seconds(self, bucket: IntArray, batch: IntArray) -> FloatArray:
-        """Seconds of micro-batches of these buckets and batches, of one shape; a filler costs what one sample does."""
-        return self.cost.seconds(np.maximum(batch, 1), self.tokens[bucket])
+        """Seconds of micro-batches, arrays of one shape; 0 where absent, what one sample costs for a filler."""
+        return np.where(bucket == ABSENT, 0.0, self.cost.seconds(np.maximum(batch, 1), self.tokens[bucket]))
 
     def cut(self, micro_batches: IntArray, samples: IntArray) -> tuple[IntArray, IntArray]:
         """Bucket and batch of each micro-batch, row by row and bucket by bucket, int64 [sum(micro_batches)].

@@ -238,8 +238,10 @@ class LongestFirst(_ReadyMade):
         layout: Layout,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         bucket, batch = bucket.copy(), batch.copy()
-        seconds = self.cost.seconds(np.maximum(batch, 1), corpus.tokens[bucket])
-        slots_of_step = (bucket[:, :, 0] != ABSENT).sum(axis=1)
+        present = bucket != ABSENT
+        seconds = np.zeros(bucket.shape)
+        seconds[present] = self.cost.seconds(np.maximum(batch[present], 1), corpus.tokens[bucket[present]])
+        slots_of_step = present[:, :, 0].sum(axis=1)
         for slots in np.unique(slots_of_step):
             steps = np.flatnonzero(slots_of_step == slots)
             flat = seconds[steps, :slots].reshape(steps.size, -1)

@@ -158,7 +158,7 @@ def _step_seconds(
     schedule: Schedule, seconds: FloatArray, sync: Sync, communication: Communication | None
 ) -> FloatArray:
     """float64 [T] from compute seconds [T, M, R]: the slowest rank at each meeting, plus communication in sight."""
-    compute = seconds.sum(axis=1).max(axis=1)[:, None] if sync == "step" else seconds.max(axis=2)
+    compute = metrics.slowest(seconds, sync)
     if communication is None:
         total: FloatArray = compute.sum(axis=1)
         return total

@@ -118,8 +118,8 @@ def step(
 
     queue: samples waiting. due: float64 [K], micro-batches by which each bucket is behind; sums to about M * R.
     forced: int64 [K], micro-batches that must go now, at most M * R in all. group: int64 [K], group of each bucket.
-    Micro-batches are full but for those that are forced, or that complete a slot. draining: no more is drawn; return None where whole
-    slots of full micro-batches have run out.
+    Micro-batches are full but for those that are forced, or that complete a slot. draining: no more is drawn; return
+    None where whole slots of full micro-batches have run out.
     """
     ranks, starts, size = rules.ranks, rules.starts, rules.slots * rules.ranks
     any_size = -(-queue // batch)
