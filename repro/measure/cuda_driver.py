@@ -84,10 +84,7 @@ def _gpu(driver: ctypes.CDLL, ordinal: int) -> Gpu:
     return Gpu(
         name=text,
         uuid=f"{prefix}-{uuid.UUID(bytes=bytes(raw))}",
-        compute_capability=(
-            attribute(_COMPUTE_CAPABILITY_MAJOR),
-            attribute(_COMPUTE_CAPABILITY_MINOR),
-        ),
+        compute_capability=(attribute(_COMPUTE_CAPABILITY_MAJOR), attribute(_COMPUTE_CAPABILITY_MINOR)),
         sm_count=attribute(_MULTIPROCESSOR_COUNT),
         memory_bytes=memory.value,
     )

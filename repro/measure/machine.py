@@ -140,14 +140,7 @@ def read_machine(gpus: int | None = None) -> Machine:
     limits = facts.record["power_limit_w"], facts.record["default_power_limit_w"]
     slug = device_slug(_MIG.sub("", gpu.name), len(used), mig, *limits)
     return Machine(
-        slug,
-        gpu.name,
-        len(used),
-        gpu.compute_capability,
-        gpu.sm_count,
-        gpu.memory_bytes,
-        cores,
-        facts.finish(),
+        slug, gpu.name, len(used), gpu.compute_capability, gpu.sm_count, gpu.memory_bytes, cores, facts.finish()
     )
 
 
@@ -225,11 +218,7 @@ def _torch_cuda() -> str:
 def _visible(facts: _Facts) -> list[cuda_driver.Gpu]:
     try:
         return cuda_driver.visible_gpus()
-    except (
-        OSError,
-        AttributeError,
-        RuntimeError,
-    ) as e:  # no driver, one too old for a function used, or a refusal
+    except (OSError, AttributeError, RuntimeError) as e:  # no driver, one too old for a function used, or a refusal
         facts.unavailable["gpu_count"] = f"{type(e).__name__}: {e}"
         return []
 
@@ -265,26 +254,11 @@ def _read_gpu(facts: _Facts, gpu: cuda_driver.Gpu) -> None:
         facts.read(name, read)
 
     nvml_fact("driver", lambda nvml, _: nvml.nvmlSystemGetDriverVersion())
-    nvml_fact(
-        "cuda_driver",
-        lambda nvml, _: _cuda_version(nvml.nvmlSystemGetCudaDriverVersion()),
-    )
-    nvml_fact(
-        "power_limit_w",
-        lambda nvml, board: nvml.nvmlDeviceGetPowerManagementLimit(board) / 1000,
-    )
-    nvml_fact(
-        "default_power_limit_w",
-        lambda nvml, board: nvml.nvmlDeviceGetPowerManagementDefaultLimit(board) / 1000,
-    )
-    nvml_fact(
-        "max_sm_clock_mhz",
-        lambda nvml, board: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM),
-    )
-    nvml_fact(
-        "max_memory_clock_mhz",
-        lambda nvml, board: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM),
-    )
+    nvml_fact("cuda_driver", lambda nvml, _: _cuda_version(nvml.nvmlSystemGetCudaDriverVersion()))
+    nvml_fact("power_limit_w", lambda nvml, board: nvml.nvmlDeviceGetPowerManagementLimit(board) / 1000)
+    nvml_fact("default_power_limit_w", lambda nvml, board: nvml.nvmlDeviceGetPowerManagementDefaultLimit(board) / 1000)
+    nvml_fact("max_sm_clock_mhz", lambda nvml, board: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM))
+    nvml_fact("max_memory_clock_mhz", lambda nvml, board: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM))
 
 
 def _cuda_version(number: int) -> str:
