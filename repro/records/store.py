@@ -10,22 +10,18 @@ Rows are never removed. On reading, the newest run of a case owns all its metric
 from __future__ import annotations
 
 import csv
-import gzip
-import io
 import json
 import secrets
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
-from repro.records import files, provenance
+from repro.records import files, provenance, samples
 from repro.records.schema import (
     HEAD,
     SCHEMA,
@@ -34,7 +30,6 @@ from repro.records.schema import (
     Record,
     SchemaError,
     case_key,
-    cell,
     header,
     migrate,
     parameter_columns,
@@ -113,12 +108,7 @@ class Store:
         rows = records(run.id, suite, run.profile, case, measurements)
         folder = self.root / run.device
         with files.locked(folder):
-            samples = _sample_lines(case, measurements)
-            if samples:
-                path = self._samples_path(run.device, suite, run.id)
-                head = "" if path.exists() else ",".join((*case.key, "metric", "unit", "index", "value")) + "\n"
-                # a gzip file may be a sequence of members: one a case, so that appending needs no rewriting
-                files.append(path, gzip.compress((head + samples).encode(), mtime=0))
+            samples.append(self._samples_path(run.device, suite, run.id), case, measurements)
             files.append_rows(folder / f"{suite}.csv", tuple(case.key), rows)
 
     def devices(self) -> list[str]:
@@ -167,17 +157,7 @@ class Store:
 
     def samples(self, suite: str, device: str, run_id: str) -> pd.DataFrame:
         """Raw samples that a run kept: the suite's parameters, metric, unit, index, value. Empty where it kept none."""
-        path = self._samples_path(device, suite, run_id)
-        columns = ["metric", "unit", "index", "value"]
-        text = _gunzip(path) if path.exists() else ""
-        lines = [line for line in csv.reader(io.StringIO(text))]
-        if len(lines) < 2:
-            return pd.DataFrame(columns=columns)
-        frame = pd.DataFrame([line for line in lines[1:] if len(line) == len(lines[0])], columns=lines[0])
-        for column in frame.columns:
-            if column not in ("metric", "unit"):
-                frame[column] = _column(frame[column])
-        return frame
+        return samples.read(self._samples_path(device, suite, run_id))
 
     def runs(self, device: str) -> list[dict[str, Any]]:
         """Run records of a device, oldest first. A line that is no record is left out with a warning."""
@@ -247,48 +227,15 @@ def _current(path: Path, table: files.Table) -> list[Record]:
     return rows
 
 
-def _sample_lines(case: Case, measurements: Sequence[Measurement]) -> str:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    key = [cell(v) for v in case.key.values()]
-    for m in measurements:
-        writer.writerows([*key, m.metric, m.unit, i, repr(float(v))] for i, v in enumerate(m.samples))
-    return buffer.getvalue()
-
-
-def _gunzip(path: Path) -> str:
-    """Text of the whole members and of what can be read of a cut-off last one."""
-    data, out = path.read_bytes(), b""
-    while data:
-        member = zlib.decompressobj(wbits=31)
-        try:
-            out += member.decompress(data) + member.flush()
-        except zlib.error:
-            break
-        if not member.eof:
-            warnings.warn(f"{path}: cut off; its last samples are left out", stacklevel=3)
-            break
-        data = member.unused_data
-    return out[: out.rfind(b"\n") + 1].decode()
-
-
 def _typed(frame: pd.DataFrame) -> pd.DataFrame:
     for column in frame.columns:
         if column in _NUMBERS:
             frame[column] = pd.to_numeric(frame[column], errors="coerce").astype("float64")
         elif column not in (*HEAD, *TAIL, "device"):
-            frame[column] = _column(frame[column])
+            frame[column] = samples.numeric(frame[column])
     frame["n"] = frame["n"].fillna(0).astype("int64")
     frame["schema"] = pd.to_numeric(frame["schema"])
     return frame
-
-
-def _column(texts: pd.Series) -> pd.Series:
-    """Numbers where every non-empty cell is one, else the texts."""
-    try:
-        return pd.to_numeric(texts.replace("", np.nan))
-    except ValueError:
-        return texts
 
 
 def _prefix(columns: Sequence[str], line: str) -> tuple[dict[str, str], tuple[str, str] | None]:
