@@ -86,6 +86,12 @@ def test_the_newest_run_owns_all_metrics_of_a_case(store, run):
     assert len(csv_of(store).read_text().splitlines()) == 1 + 4  # nothing was removed
 
 
+def test_a_metric_written_twice_in_a_run_counts_once(store, run):
+    for value in (1.0, 2.0):
+        store.append(run, "speed", case(impl="a"), [timing(value)])
+    assert store.rows("speed")["value"].tolist() == [2.0]
+
+
 def test_smoke_never_shadows_full(store, run):
     full = store.start(MACHINE, ["x"], None, "full")
     store.append(full, "speed", case(impl="a"), [timing(1.0)])
