@@ -134,9 +134,9 @@ def read_csv(path: Path, wanted: Columns, rows: int = CHUNK_ROWS) -> Iterator[Ra
                         found = f"{len(record)}, and the header has {len(header)}"
                         got.broken.append(Broken(f"{path.name}:{line}", "wrong number of fields", found))
                     number += 1
+                yield got.chunk(_Places(path.name, lines))  # also of a file of a header alone: its columns are checked
                 if reader.line_num == before:
                     break
-                yield got.chunk(_Places(path.name, lines))
                 first = number
         except csv.Error as error:
             raise ManifestError(f"{path}:{reader.line_num} is not CSV: {error} (an unclosed quote?)") from error

@@ -299,6 +299,7 @@ def test_a_repeated_source_that_never_appears_is_an_error(tmp_path: Path) -> Non
         ("clips.csv", "frames,height,width\n", "none of 0 records is usable"),
         ("clips.csv", "frames,height,wide\n81,480,832\n", "no column for width; looked for width, w,"),
         ("clips.csv", "height,width\n480,832\n", "no column for frames or duration"),
+        ("clips.csv", "only a line\n", "no column for height"),
         ("clips.csv", "frames,height,width\n0,480,832\nx,480,832\n", "none of 2 records is usable"),
         ("clips.csv", 'frames,height,width\n81,480,"' + "x" * 200_000, "is not CSV"),
         ("clips.jsonl", "", "none of 0 records"),
