@@ -23,7 +23,7 @@ def aligned(cost: FloatArray, ranks: int) -> IntArray:
     Within a slot the dearest goes to the rank with the least so far, so that sums are close as well. Where ranks meet
     in every micro-batch, no other dealing of the same micro-batches has a smaller sum of slot maxima.
     """
-    return _deal(cost, np.argsort(-cost, axis=1, kind="stable").reshape(cost.shape[0], -1, ranks))
+    return _deal(cost, np.argsort(-cost, axis=1, kind="stable").reshape(cost.shape[0], cost.shape[1] // ranks, ranks))
 
 
 def longest_first(cost: FloatArray, ranks: int, sync: Sync) -> IntArray:

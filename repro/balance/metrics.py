@@ -49,10 +49,9 @@ def compute_seconds(schedule: Schedule, cost: Cost) -> FloatArray:
 
 def perfect_seconds(corpus: Corpus, m_mem: int, cost: Cost) -> float:
     """Rank-seconds of the corpus in full micro-batches of floor(m_mem / S) samples, nobody waiting for anybody."""
-    used = corpus.counts > 0
-    tokens, counts = corpus.tokens[used], corpus.counts[used]
-    batch = largest_batches(tokens, m_mem)
-    return float((counts / batch * cost.seconds(batch, tokens)).sum())
+    used = np.flatnonzero(corpus.counts)
+    batch = largest_batches(corpus, m_mem)[used]
+    return float((corpus.counts[used] / batch * cost.seconds(batch, corpus.tokens[used])).sum())
 
 
 def mix_distance(schedule: Schedule) -> FloatArray:

@@ -48,11 +48,9 @@ class Policy(ABC):
 
     def checked_sizes(self, corpus: Corpus, layout: Layout) -> tuple[IntArray, IntArray]:
         """Own and the reference's batch sizes, int64 [K]; 1 in buckets without samples. Raises as `schedule`."""
-        if corpus.samples == 0:
-            raise ValueError(f"corpus {corpus.name} has no samples")
+        reference = largest_batches(corpus, layout.m_mem)
         used = corpus.counts > 0
-        sizes, reference = np.ones_like(corpus.counts), np.ones_like(corpus.counts)
-        reference[used] = largest_batches(corpus.tokens[used], layout.m_mem)
+        sizes = np.ones_like(reference)
         sizes[used] = self.batch_sizes(corpus.tokens[used])
         over = np.flatnonzero(used & (sizes > reference))
         if over.size:

@@ -51,16 +51,23 @@ class Layout:
             raise ValueError(f"as_published means one micro-batch a step and rank, got {self.micro_batches}")
 
 
-def largest_batches(tokens: npt.ArrayLike, m_mem: int) -> IntArray:
-    """floor(m_mem / S) for each bucket, int64 [K]. Raises ValueError where one sample alone exceeds m_mem."""
-    tokens = np.asarray(tokens, dtype=np.int64)
-    if tokens.size and int(tokens.max()) > m_mem:
-        k = int(tokens.argmax())
+def largest_batches(corpus: Corpus, m_mem: int) -> IntArray:
+    """floor(m_mem / S) for each bucket, int64 [K]; 1 in buckets without samples.
+
+    Raises ValueError for an empty corpus, and where one sample alone exceeds m_mem, naming it.
+    """
+    counts = corpus.counts
+    if corpus.samples == 0:
+        raise ValueError(f"corpus {corpus.name} has no samples")
+    over = (counts > 0) & (corpus.tokens > m_mem)
+    if over.any():
+        first = int(np.flatnonzero(over[corpus.bucket_of])[0])
+        k = int(corpus.bucket_of[first])
         raise ValueError(
-            f"bucket {k} has {tokens[k]} tokens a sample, more than the memory limit of {m_mem} tokens: "
-            "drop or crop its clips, or raise m_mem"
+            f"sample {first} ({corpus.shapes[k]}, {corpus.tokens[k]} tokens) exceeds the memory limit of {m_mem} "
+            f"tokens a micro-batch, as do {int(counts[over].sum()) - 1} others: drop or crop them, or raise m_mem"
         )
-    return m_mem // tokens
+    return np.where(counts > 0, m_mem // corpus.tokens, 1)
 
 
 @dataclass(frozen=True, eq=False)

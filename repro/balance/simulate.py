@@ -125,7 +125,7 @@ def simulate(
     return Simulation(
         samples_per_s=corpus.samples / total,
         tokens_per_s=float((corpus.counts * corpus.tokens).sum()) / total,
-        share_of_perfect=share,
+        share_of_perfect=min(share, 1.0),  # above 1 by rounding only
         mix_distance=float(metrics.mix_distance(schedule).mean()),
         bucket_cv=metrics.bucket_cv(schedule, seconds),
         rank_cv=float(metrics.rank_cv(met).mean()),

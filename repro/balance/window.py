@@ -182,6 +182,8 @@ def _forced(arrived: list[IntArray], gone: IntArray, batch: IntArray, rules: Rul
         younger, low = low, -(-np.maximum(arrived[then] - gone, 0) // batch)
         if int(low.sum()) <= size:
             break
+    if not younger.any():
+        return low
     spare = size - int(low.sum())
     more = np.diff(np.minimum(np.cumsum(np.maximum(younger - low, 0)), spare), prepend=0)
     return low + more

@@ -101,7 +101,7 @@ def test_longest_first_beats_drawing_at_random_where_ranks_meet_often_or_once() 
 
 
 def test_errors_name_the_value_and_the_fix() -> None:
-    with pytest.raises(ValueError, match="46800 tokens a sample, more than the memory limit of 40000"):
+    with pytest.raises(ValueError, match=r"sample \d+ \(49x720x1280, 46800 tokens\) exceeds the memory limit of 40000"):
         EqualToken(40_000).schedule(CORPUS, Layout(2, 40_000))
     with pytest.raises(ValueError, match="equal_token puts 41 samples"):
         EqualToken(64_000).schedule(CORPUS, Layout(2, 48_000))

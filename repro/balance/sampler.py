@@ -1,0 +1,161 @@
+"""A batch sampler for `torch.utils.data.DataLoader` that deals a policy's schedule, without PyTorch and communication.
+
+Every rank computes the whole schedule from seed and epoch and deals its own part, so ranks agree as long as they run
+the same code on the same corpus; `EpochReport.fingerprint` is there to be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from repro.balance.policies import Policy
+from repro.balance.schedule import Layout, Schedule
+from repro.balance.types import MicroBatch, Weighting
+from repro.corpus.shapes import Corpus
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What an epoch will be, known before it starts.
+
+    samples: dealt, each exactly once; none left out, none twice. steps: optimizer steps.
+    micro_batches: of each rank. partial: micro-batches with fewer samples than their bucket's batch size. fillers:
+    micro-batches of weight 0 over all ranks, in the last step. samples_per_step: least, mean and most. max_wait_steps,
+    wait_limit_steps, backlog_steps: as in `Schedule`. fingerprint: of the schedule; ranks with the same deal the same.
+    """
+
+    samples: int
+    steps: int
+    micro_batches: int
+    partial: int
+    fillers: int
+    samples_per_step: tuple[int, float, int]
+    max_wait_steps: int
+    wait_limit_steps: int
+    backlog_steps: float
+    fingerprint: str
+
+    def __str__(self) -> str:
+        least, mean, most = self.samples_per_step
+        return (
+            f"{self.samples:,} samples in {self.steps:,} steps of {mean:.1f} samples ({least} to {most}), "
+            f"{self.micro_batches:,} micro-batches a rank; {self.partial} partial, {self.fillers} fillers; "
+            f"longest wait {self.max_wait_steps} steps (limit {self.wait_limit_steps}), "
+            f"backlog {self.backlog_steps:.2f} steps; schedule {self.fingerprint}"
+        )
+
+
+class ScheduleSampler:
+    """Deals one rank's micro-batches as lists of sample ids; iterate once for each epoch, after `set_epoch`.
+
+    Pass it as `batch_sampler` to a DataLoader, and take the weights from `micro_batches()`, which runs alongside:
+
+        for batch, micro_batch in zip(loader, sampler.micro_batches()):
+            loss = ranks * sum(weight * loss_of_sample)    # the engine averages gradients over ranks
+
+    Each step has `schedule.slots_of_step[step]` micro-batches, the same number on every rank.
+    Raises ValueError for a rank outside the layout; the schedule's own errors come with first use.
+    """
+
+    def __init__(
+        self, policy: Policy, corpus: Corpus, layout: Layout, rank: int, seed: int = 0, weighting: Weighting = "sample"
+    ) -> None:
+        if not 0 <= rank < layout.ranks:
+            raise ValueError(f"rank must be in 0..{layout.ranks - 1}, got {rank}")
+        self.policy, self.corpus, self.layout, self.rank = policy, corpus, layout, rank
+        self.seed, self.weighting = seed, weighting
+        self.epoch = 0
+        self._first_step = 0  # where the next iteration starts
+        self._dealt_steps = 0  # whole steps dealt by the iteration under way
+        self._schedule: Schedule | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The current epoch's schedule, computed on first use."""
+        if self._schedule is None:
+            self._schedule = self.policy.schedule(self.corpus, self.layout, self.seed, self.epoch)
+        return self._schedule
+
+    def report(self) -> EpochReport:
+        """What the current epoch fills, cuts short and delays."""
+        schedule = self.schedule
+        sizes, _ = self.policy.checked_sizes(self.corpus, self.layout)
+        per_step = schedule.samples_of_step
+        return EpochReport(
+            samples=int(per_step.sum()),
+            steps=schedule.steps,
+            micro_batches=int(schedule.slots_of_step.sum()),
+            partial=int(np.count_nonzero((schedule.batch > 0) & (schedule.batch < sizes[schedule.bucket]))),
+            fillers=schedule.fillers,
+            samples_per_step=(int(per_step.min()), float(per_step.mean()), int(per_step.max())),
+            max_wait_steps=schedule.max_wait_steps,
+            wait_limit_steps=schedule.wait_limit_steps,
+            backlog_steps=schedule.backlog_steps,
+            fingerprint=fingerprint(schedule),
+        )
+
+    def __len__(self) -> int:
+        """Micro-batches that the next iteration deals: the epoch's, or after a resume what is left of it."""
+        return int(self.schedule.slots_of_step[self._first_step :].sum())
+
+    def steps(self) -> Iterator[tuple[MicroBatch, ...]]:
+        """This rank's micro-batches step by step, from where the next iteration starts."""
+        first = self._first_step
+        return (
+            self.schedule.micro_batches(step, self.rank, self.weighting) for step in range(first, self.schedule.steps)
+        )
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches in the order of iteration; a filler repeats one sample at weight 0."""
+        return (micro_batch for step in self.steps() for micro_batch in step)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._dealt_steps = self._first_step
+        for step in self.steps():
+            for slot, micro_batch in enumerate(step, 1):
+                self._dealt_steps += slot == len(step)
+                yield list(micro_batch.sample_ids)
+        self._first_step = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch. Another than the current one starts at its first step; the current one where it stands."""
+        if epoch != self.epoch:
+            self.epoch, self._schedule = epoch, None
+            self._first_step = self._dealt_steps = 0
+
+    def state_dict(self, steps: int | None = None) -> dict[str, int | str]:
+        """Where the epoch stands.
+
+        steps: optimizer steps of it that are done; None for those dealt so far, which runs ahead where a DataLoader's
+        workers prefetch. Raises ValueError for more than the epoch has.
+        """
+        steps = self._dealt_steps if steps is None else steps
+        if not 0 <= steps <= self.schedule.steps:
+            raise ValueError(f"steps must be in 0..{self.schedule.steps}, got {steps}")
+        return {"seed": self.seed, "epoch": self.epoch, "steps": steps, "schedule": fingerprint(self.schedule)}
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Go on after the steps of a `state_dict`, exactly as the run that made it would have.
+
+        Raises ValueError where corpus, policy, layout or code differ, so that the schedule would be another one.
+        """
+        self.seed, self.epoch, self._schedule = int(state["seed"]), int(state["epoch"]), None
+        if fingerprint(self.schedule) != state["schedule"]:
+            raise ValueError(
+                f"state is of schedule {state['schedule']}, here it is {fingerprint(self.schedule)}: resume with the "
+                "same corpus, policy and layout, or start a new epoch"
+            )
+        self._first_step = self._dealt_steps = int(state["steps"])
+
+
+def fingerprint(schedule: Schedule) -> str:
+    """Sixteen hex digits that tell schedules apart."""
+    digest = hashlib.sha256()
+    for array in (schedule.bucket, schedule.batch, schedule.order):
+        digest.update(repr(array.shape).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,99 @@
+"""The batch sampler: what a DataLoader and a checkpoint see of a schedule."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from repro.balance.balanced import Balanced
+from repro.balance.cost import reference_wan14b
+from repro.balance.policies import EqualToken
+from repro.balance.sampler import ScheduleSampler
+from repro.balance.schedule import Layout
+from repro.corpus.mixes import named
+
+COST = reference_wan14b()
+CORPUS = named("wan-uniform", samples=3_000)
+LAYOUT = Layout(4, 48_000, 2)
+POLICY = Balanced(48_000, COST)
+
+
+def _sampler(rank: int = 0, **kwargs: object) -> ScheduleSampler:
+    return ScheduleSampler(POLICY, CORPUS, LAYOUT, rank, **kwargs)  # type: ignore[arg-type]
+
+
+def test_ranks_deal_the_corpus_once_between_them_without_talking() -> None:
+    dealt = [list(_sampler(rank)) for rank in range(4)]
+    assert len({len(batches) for batches in dealt}) == 1
+    ids = sorted(i for batches in dealt for batch in batches for i in batch)
+    assert ids == list(range(CORPUS.samples))
+
+
+def test_weights_come_alongside() -> None:
+    samplers = [_sampler(rank, weighting="batch_mean") for rank in range(4)]
+    for sampler in samplers:
+        for batch, micro_batch in zip(sampler, sampler.micro_batches(), strict=True):
+            assert tuple(batch) == micro_batch.sample_ids
+    first = [next(s.steps()) for s in samplers]
+    assert sum(w for step in first for m in step for w in m.weights) == pytest.approx(1.0)
+
+
+def test_epochs_differ_and_a_repeated_epoch_does_not() -> None:
+    sampler = _sampler()
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_state_counts_whole_steps_and_is_small_and_plain() -> None:
+    sampler = _sampler(seed=7)
+    batches = iter(sampler)
+    for _ in range(5):  # two whole steps of two micro-batches and half a step
+        next(batches)
+    state = sampler.state_dict()
+    assert state["steps"] == 2
+    assert len(json.dumps(state)) < 120
+    resumed = _sampler()
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    resumed.set_epoch(0)  # as a training loop does at the head of an epoch; the position stays
+    assert list(resumed) == list(_sampler(seed=7))[4:]
+    assert list(resumed) == list(_sampler(seed=7)), "after the resumed epoch a whole one"
+
+
+def test_state_of_another_schedule_is_refused() -> None:
+    state = _sampler().state_dict(3)
+    other = ScheduleSampler(EqualToken(48_000), CORPUS, LAYOUT, 0)
+    with pytest.raises(ValueError, match="resume with the same corpus, policy and layout"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"steps must be in 0\.\."):
+        _sampler().state_dict(10_000)
+    with pytest.raises(ValueError, match=r"rank must be in 0\.\.3, got 4"):
+        _sampler(rank=4)
+
+
+def test_report_says_what_will_be_filled_before_training() -> None:
+    report = _sampler().report()
+    schedule = _sampler().schedule
+    assert report.samples == 3_000
+    assert report.micro_batches == len(list(_sampler()))
+    assert report.fillers == schedule.fillers
+    sizes = 48_000 // CORPUS.tokens
+    full = sum(int(((schedule.bucket == k) & (schedule.batch == b)).sum()) for k, b in enumerate(sizes))
+    assert report.partial == int((schedule.batch > 0).sum()) - full
+    assert report.samples_per_step[0] <= report.samples_per_step[1] <= report.samples_per_step[2]
+    assert f"limit {schedule.wait_limit_steps}" in str(report)
+    assert {_sampler(rank).report().fingerprint for rank in range(4)} == {report.fingerprint}
+    assert _sampler(seed=1).report().fingerprint != report.fingerprint
+
+
+def test_a_data_loader_takes_it_as_batch_sampler() -> None:
+    data = pytest.importorskip("torch.utils.data")
+    sampler = _sampler()
+    loader = data.DataLoader(np.arange(CORPUS.samples), batch_sampler=sampler)
+    assert len(loader) == len(sampler)
+    assert [batch.tolist() for batch in loader] == list(sampler)
