@@ -95,7 +95,7 @@ def load_suites(names: Iterable[str] | None = None) -> tuple[dict[str, Suite], l
             errors[name] = f"{name}: cannot be loaded: {type(e).__name__}: {e}"
             return False
         # a suite whose need is broken can still be drawn and judged from its rows
-        for need in suite.NEEDS:
+        for need in registry.other_needs(suite):
             visit(need, (*path, name))
         loaded[name] = suite
         return True
@@ -128,7 +128,7 @@ def _missing(store: Store, suite: Suite, cases: Sequence[Case], device: str, pro
     """Cases that are not recorded; of a simulated suite also those older than the rows that it is built from."""
     since = ""
     if registry.is_simulated(suite):
-        needs = store.gather(suite.NEEDS, device, profile)
+        needs = store.gather(registry.other_needs(suite), device, profile)
         since = str(needs["run_id"].max()) if len(needs) else ""
     done = store.done(suite.NAME, device, profile, since)
     return tuple(c for c in cases if case_key(c.key) not in done)
@@ -199,12 +199,12 @@ def _measure_suite(
 ) -> None:
     skipped: Counter[str] = Counter()
     before = outcome.counts["measured"]
-    needs = store.gather(p.suite.NEEDS, run.device, run.profile)
+    inputs: pd.DataFrame | None = None
     for case in p.todo:
         advance.begin(p.name)
         try:
-            own = store.rows(p.name, run.device, run.profile)
-            inputs = pd.concat([f for f in (needs, own) if len(f)] or [own], ignore_index=True)
+            if inputs is None or p.name in p.suite.NEEDS:
+                inputs = store.gather(p.suite.NEEDS, run.device, run.profile)
             store.append(run, p.name, case, p.suite.measure(case, machine, inputs))
             outcome.counts["measured"] += 1
         except CaseSkipped as e:

@@ -113,8 +113,8 @@ class Suite(Protocol):
     def measure(self, case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
         """Measure one case.
 
-        inputs: rows of this device (newest run of each case, this profile; `full` rows shadowing nothing) of the
-        suites in NEEDS and of this suite so far, with the columns of `repro.records`.
+        inputs: rows of this device and profile (of each case its newest run) of the suites in NEEDS, with the columns
+        of `repro.records`. A suite that builds on its own earlier cases names itself in NEEDS.
         Raises `CaseSkipped` where the machine cannot run the case.
         """
         ...
@@ -155,6 +155,11 @@ def names() -> list[str]:
 def is_simulated(suite: Suite) -> bool:
     """Whether the suite computes from other suites' rows instead of measuring."""
     return bool(getattr(suite, "SIMULATED", False))
+
+
+def other_needs(suite: Suite) -> list[str]:
+    """The suites that it builds on, without itself."""
+    return [n for n in suite.NEEDS if n != suite.NAME]
 
 
 def load(name: str) -> Suite:

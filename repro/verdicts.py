@@ -19,7 +19,7 @@ from pathlib import Path
 
 from repro.claims import BY_ID, CLAIMS, VERDICTS, Claim, judge
 from repro.records import Store, files
-from repro.suite import Evidence, Suite
+from repro.suite import Evidence, Suite, other_needs
 
 COLUMNS = (
     "id",
@@ -96,7 +96,7 @@ def judge_all(store: Store, suites: Mapping[str, Suite]) -> tuple[list[Verdict],
     errors: list[str] = []
     for name, suite in suites.items():
         for device in store.devices():
-            rows = store.gather([name, *suite.NEEDS], device, "full")
+            rows = store.gather([name, *other_needs(suite)], device, "full")
             own = rows[rows["suite"] == name]
             if own.empty:
                 continue

@@ -131,7 +131,7 @@ class Store:
         device: None reads all. profile: None reads both.
         """
         devices = self.devices() if device is None else [device]
-        frames = [self._newest(suite, d, profile) for d in devices]
+        frames = [self._frame(suite, d, profile) for d in devices]
         frames = [f for f in frames if len(f)]
         if not frames:
             return _typed(pd.DataFrame(columns=["device", *header(())], dtype=str))
@@ -147,13 +147,13 @@ class Store:
 
         since: run_id of the oldest run that counts.
         """
-        table = files.read_table(self._path(suite, device))
-        frame = self._newest(suite, device, profile, table)
-        parameters = parameter_columns(frame.columns.drop("device"))
+        path = self._path(suite, device)
+        table = files.read_table(path)
+        rows = [r for r in _newest(_current(path, table), profile) if r["run_id"] >= since]
+        parameters = _parameters(rows)
         cut = [_prefix(columns, line) for columns, line in table.rejected]
-        frame = frame[frame["run_id"] >= since]
-        whole = (row for row in frame.to_dict("records") if not any(_matches(row, prefix) for prefix in cut))
-        return {case_key({p: row[p] for p in parameters}) for row in whole}
+        whole = (r for r in rows if not any(_matches(r, prefix) for prefix in cut))
+        return {case_key({p: r.get(p, "") for p in parameters}) for r in whole}
 
     def samples(self, suite: str, device: str, run_id: str) -> pd.DataFrame:
         """Raw samples that a run kept: the suite's parameters, metric, unit, index, value. Empty where it kept none."""
@@ -178,23 +178,31 @@ class Store:
     def _samples_path(self, device: str, suite: str, run_id: str) -> Path:
         return self.root / device / "samples" / suite / f"{run_id}.csv.gz"
 
-    def _newest(
-        self, suite: str, device: str, profile: Profile | None, table: files.Table | None = None
-    ) -> pd.DataFrame:
-        """Rows as text, those of the newest run of each case; of a metric written twice in a run, the last."""
+    def _frame(self, suite: str, device: str, profile: Profile | None) -> pd.DataFrame:
         path = self._path(suite, device)
-        read = _current(path, table or files.read_table(path))
-        parameters = parameter_columns(dict.fromkeys(c for row in read for c in row))
-        frame = pd.DataFrame(read, columns=list(header(parameters)), dtype=str).fillna("")
+        rows = _newest(_current(path, files.read_table(path)), profile)
+        frame = pd.DataFrame(rows, columns=list(header(_parameters(rows))), dtype=str)
         frame.insert(0, "device", device)
-        if profile is not None:
-            frame = frame[frame["profile"] == profile]
-        if frame.empty:
-            return frame
-        case = frame[["profile", *parameters]].agg("\x1f".join, axis=1)
-        newest = frame["run_id"].groupby(case).transform("max")
-        frame = frame[frame["run_id"] == newest]
-        return frame[~(case[frame.index] + "\x1f" + frame["metric"]).duplicated(keep="last")].reset_index(drop=True)
+        return frame
+
+
+def _parameters(rows: Sequence[Record]) -> tuple[str, ...]:
+    """Parameters that have a value somewhere, in the order in which they appear."""
+    return parameter_columns(dict.fromkeys(c for row in rows for c in row))
+
+
+def _newest(rows: Sequence[Record], profile: Profile | None) -> list[Record]:
+    """Rows of the newest run of each case, in their order; of a metric written twice in a run, the last."""
+    parameters = _parameters(rows)
+    rows = [r for r in rows if profile is None or r["profile"] == profile]
+    keys = [(r["profile"], *(r.get(p, "") for p in parameters)) for r in rows]
+    newest: dict[tuple[str, ...], str] = {}
+    for key, row in zip(keys, rows, strict=True):
+        newest[key] = max(newest.get(key, ""), row["run_id"])
+    last = {
+        (key, r["metric"]): i for i, (key, r) in enumerate(zip(keys, rows, strict=True)) if r["run_id"] == newest[key]
+    }
+    return [rows[i] for i in sorted(last.values())]
 
 
 def _new_id(now: datetime, known: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from repro.records import Store, files
 from repro.report import overview, style, tables
-from repro.suite import PROFILES, Figure, Suite
+from repro.suite import PROFILES, Figure, Suite, other_needs
 
 # dates and versions would change the bytes without a change in the picture
 _METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
@@ -35,7 +35,7 @@ def draw_all(store: Store, suites: Mapping[str, Suite], folder: Path) -> tuple[l
     drawn: list[Figure] = []
     errors: list[str] = []
     for name, suite in suites.items():
-        rows = rows_to_draw(store, [name, *suite.NEEDS])
+        rows = rows_to_draw(store, [name, *other_needs(suite)])
         if not (rows["suite"] == name).any():
             continue
         try:

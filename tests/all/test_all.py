@@ -28,8 +28,8 @@ def test_one_command_measures_draws_and_judges(checkout):
     assert done.exit_code == 0, done.output
     assert checkout.logged() == [
         "speed 1 after 0",
-        "speed 2 after 1",
-        "speed 3 after 2",
+        "speed 2 after 0",
+        "speed 3 after 0",
         f"model after ['speed'] on {HERE}",
     ]
     assert Store(checkout.results).rows("speed", HERE, "smoke")["value"].tolist() == [4.0] * 3
@@ -41,6 +41,13 @@ def test_one_command_measures_draws_and_judges(checkout):
     assert "measured: none; simulated: none; not run: 18 of 18" in done.output
     (run,) = Store(checkout.results).runs(HERE)
     assert (run["end"]["status"], run["end"]["cases"]) == ("finished", {"measured": 4})
+
+
+def test_a_suite_that_names_itself_sees_its_own_earlier_cases(checkout):
+    body = (checkout.root / "suites" / "speed.py").read_text()
+    checkout.suite("speed", body.replace('("K1",), (), ', '("K1",), ("speed",), '))
+    assert checkout.run("--only", "speed").exit_code == 0
+    assert checkout.logged() == ["speed 1 after 0", "speed 2 after 1", "speed 3 after 2"]
 
 
 def test_full_rows_decide(checkout):
