@@ -1,0 +1,161 @@
+"""What the suites that simulate campaigns share: settings to cases, outcomes to rows, rows back to numbers.
+
+A row's interval is that of the mean over seeds (Student's t); of a ratio or difference, over seeds that both sides
+share. It covers which samples meet in a step, not the errors of the measured times or of the assumptions
+(`repro.balance.assumptions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from repro.balance.campaign import FULL, SMOKE, UNITS, Campaign, Effort, Outcome, Setting, campaign
+from repro.measure.stats import Interval
+from repro.suite import Case, CaseSkipped, Evidence, Measurement, Profile
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from repro.measure.machine import Machine
+
+CONFIDENCE = 0.95
+
+Pair = tuple[float | None, float | None]
+
+
+def cases(settings: Iterable[Setting], seconds: float = 0.3) -> list[Case]:
+    """One case for each distinct setting, in order."""
+    return [Case(s.key, seconds * max(1.0, s.ranks * s.micro_batches / 256)) for s in dict.fromkeys(settings)]
+
+
+def can_simulate(profile: Profile, machine: Machine) -> bool:
+    """Whether `block_time` measures what this profile needs on this machine: 14B-wide blocks take a GPU."""
+    return profile == "smoke" or machine.has_gpu
+
+
+def simulated(case: Case, inputs: pd.DataFrame, effort: Effort = FULL) -> tuple[Campaign, Setting, Outcome]:
+    """The campaign of these rows, and the outcome of a case. Raises CaseSkipped where `block_time` has too few rows.
+
+    effort: of the full profile.
+    """
+    setting = Setting.of(case.key)
+    smoke = (inputs["profile"] == "smoke").all()
+    try:
+        found = campaign(inputs, SMOKE if smoke else effort)
+        found.cost(setting.model, setting.adaln)
+        found.limits(setting)
+    except ValueError as e:
+        raise CaseSkipped(f"block_time has too few rows yet: {e}") from e
+    return found, setting, found.run(setting)
+
+
+def interval(samples: npt.ArrayLike) -> Interval:
+    """Mean of samples [n] and its 95% interval by Student's t; the value itself where all are equal.
+
+    Raises ValueError for fewer than two samples.
+    """
+    values = np.asarray(samples, np.float64)
+    if values.size < 2:
+        raise ValueError(f"an interval over seeds needs at least two of them, got {values.size}")
+    mean, error = float(values.mean()), float(values.std(ddof=1)) / np.sqrt(values.size)
+    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, values.size - 1)) * error
+    return Interval(mean, mean - half, mean + half, values.size)
+
+
+def rows(outcome: Outcome, names: Iterable[str]) -> list[Measurement]:
+    """Rows of the outcome's metrics of these names, those that it has."""
+    return [row(name, UNITS[name], outcome.values[name], outcome.source) for name in names if name in outcome.values]
+
+
+def row(metric: str, unit: str, samples: npt.NDArray[np.float64], source: str, keep: bool = False) -> Measurement:
+    """One simulated row from samples [n], a value a seed. keep: store the samples too."""
+    i = interval(samples)
+    raw = tuple(samples.tolist()) if keep else ()
+    return Measurement(metric, unit, i.value, i.low, i.high, i.n, "simulated", source, raw)
+
+
+def paired(
+    found: Campaign, setting: Setting, other: Setting, metric: str, name: str, falls: bool = False
+) -> Measurement:
+    """Row `name`: by how many % `metric` is above that of `other` (below, where it `falls`), seeds paired."""
+    percent = 100 * (found.paired(setting, other, metric) - 1)
+    sources = {*found.run(setting).source.split(), *found.run(other).source.split()}
+    return row(name, "%", -percent if falls else percent, " ".join(sorted(sources)), keep=True)
+
+
+def lookup(table: pd.DataFrame, setting: Setting, metric: str) -> pd.Series | None:
+    """The row of a setting and metric, None where it is missing."""
+    at = table["metric"] == metric
+    for name, value in setting.key.items():
+        if name != "m_comp":  # follows from the policy
+            at &= table[name] == value
+    found = table[at]
+    return None if found.empty else found.iloc[-1]
+
+
+def value(table: pd.DataFrame, setting: Setting, metric: str) -> float | None:
+    """The value of a setting's metric, None where it is missing."""
+    found = lookup(table, setting, metric)
+    return None if found is None else float(found["value"])
+
+
+def compare(table: pd.DataFrame, treated: Setting, metric: str, factor: float = 1.0) -> Pair:
+    """The metric of the baseline in the same setting, and of `treated`, times `factor`."""
+    found = [value(table, s, metric) for s in (treated.baseline(), treated)]
+    before, after = (None if v is None else factor * v for v in found)
+    return before, after
+
+
+def ratio(compared: Pair) -> float | None:
+    """After over before, None where either is missing."""
+    before, after = compared
+    return None if before is None or after is None else after / before
+
+
+def bars(
+    ax: Axes,
+    place: npt.ArrayLike,
+    height: npt.ArrayLike,
+    name: str,
+    width: float,
+    errors: npt.ArrayLike | None = None,
+) -> None:
+    """Bars in the look of a policy or AdaLN, hatched and hollow as they are simulated. errors: [2, n], down and up."""
+    from repro.report import style
+
+    look: Any = {"facecolor": style.face(name, "simulated"), "edgecolor": style.color(name), "hatch": "////"}
+    error_look = {"elinewidth": 1, "ecolor": style.BLACK, "capsize": 2}
+    ax.bar(place, height, 0.92 * width, yerr=errors, label=style.label(name), error_kw=error_look, **look)
+
+
+def figure_legend(
+    figure: matplotlib.figure.Figure, axes: Iterable[Axes] | None = None, columns: int | None = None
+) -> None:
+    """One legend above the figure, each name once, with the mark of what is simulated. axes: None for all."""
+    from repro.report import style
+
+    found = {
+        t: h
+        for ax in (figure.axes if axes is None else axes)
+        for h, t in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
+    found |= {str(h.get_label()): h for h in style.kind_handles(["simulated"])}
+    figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns or len(found))
+
+
+def percent(number: float | None) -> str:
+    """A percentage for a note: "+12.3%", or "unknown"."""
+    return "unknown" if number is None else f"{number:+.1f}%"
+
+
+def evidence(claim: str, effect: pd.Series, compared: Pair, note: str) -> Evidence:
+    """Evidence from the row of an effect. compared: the two values behind it, as from `compare`."""
+    center, low, high = (float(effect[c]) for c in ("value", "ci_low", "ci_high"))
+    return Evidence(claim, center, low, high, "simulated", baseline=compared[0], treated=compared[1], note=note)

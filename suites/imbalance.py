@@ -1,0 +1,158 @@
+"""How uneven the work is under each batch policy: across buckets, across ranks within a step, and across steps.
+
+Three imbalances that must not be mixed up. Across buckets: CV of one micro-batch's predicted time (`bucket_cv`). Across
+ranks that wait for each other: CV of predicted time (`rank_cv`) and of B * S^2 (`load_cv`), mean over steps. Across
+steps: CV of step time (`step_cv`), which also falls when every step waits for the slowest bucket.
+
+Columns: `repro.balance.campaign.PARAMETERS`. Metrics: `repro.balance.metrics.UNITS`, load_cv, and for each CV
+<name>_fall (%), its relative fall from equal_token's, seeds paired. Simulated from the device's `block_time` rows under
+`repro.balance.assumptions`; AdaLN is eager throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from repro.balance import assumptions, metrics, policies
+from repro.balance.campaign import PARAMETERS as PARAMETERS
+from repro.balance.campaign import Setting, campaign
+from repro.corpus import mixes
+from repro.suite import Case, Evidence, Figure, Measurement, Profile
+from suites import _campaign
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from repro.measure.machine import Machine
+
+NAME = "imbalance"
+CLAIMS = ("B3", "B4", "B7")
+NEEDS = ("block_time",)
+SIMULATED = True
+
+RANKS = (8, 16)
+"""The paper's two settings."""
+CVS = ("load_cv", "rank_cv", "step_cv", "bucket_cv")
+SHOWN = ("equal_token", "dual_constraint", "balanced")
+
+PAPER = {"load_cv": (39.0, 18.9), "step_cv": (18.7, 10.4)}
+"""CV in % before and after (AdaptiveLoad, arXiv 2605.17923); step time on 16 GPUs."""
+
+
+def cases(profile: Profile, machine: Machine) -> list[Case]:
+    """Every policy on the assumed corpus, the three that are compared on all the others."""
+    if profile == "smoke":
+        return _campaign.cases((Setting(p, "eager", 4, model="tiny") for p in SHOWN), 0.1)
+    if not _campaign.can_simulate(profile, machine):
+        return []
+    settings = [Setting(p, "eager", r) for r in RANKS for p in policies.NAMES]
+    settings += [Setting(p, "eager", r, corpus=c) for c in mixes.names() for r in RANKS for p in SHOWN]
+    return _campaign.cases(settings)
+
+
+def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
+    """Simulate one setting, and the baseline on the same seeds."""
+    found, setting, outcome = _campaign.simulated(case, inputs)
+    rows = _campaign.rows(outcome, (*metrics.UNITS, "load_cv"))
+    baseline = setting.baseline()
+    if setting != baseline:
+        known = found.run(baseline).values
+        rows += [
+            _campaign.paired(found, setting, baseline, cv, f"{cv}_fall", falls=True) for cv in CVS if known[cv].all()
+        ]
+    return rows
+
+
+def evidence(rows: pd.DataFrame) -> list[Evidence]:
+    """B3 and B4 on 16 ranks, B7 where the fall is largest."""
+    own = rows[rows["suite"] == NAME]
+    treated = Setting("dual_constraint", "eager", 16)
+    result = []
+    for claim, cv, what in (
+        ("B3", "load_cv", "CV of B*S^2 over 16 ranks, mean over steps"),
+        ("B4", "step_cv", "CV of step time on 16 ranks"),
+    ):
+        effect = _campaign.lookup(own, treated, f"{cv}_fall")
+        if effect is None:
+            continue
+        note = (
+            f"{what}, simulated: {assumptions.CORPUS}, {assumptions.MODEL}, M_mem {treated.m_mem:,} tokens, one "
+            f"micro-batch a step; {_binding(rows, treated)}; {_others(own, treated, cv)}"
+        )
+        result.append(_campaign.evidence(claim, effect, _campaign.compare(own, treated, cv, 100), note))
+    falls = own[(own["metric"] == "rank_cv_fall") & (own["policy"] == "dual_constraint")]
+    if len(falls):
+        largest = falls.iloc[int(falls["value"].to_numpy().argmax())]
+        at = Setting.of({name: largest[name] for name in PARAMETERS})
+        assumed = _campaign.value(own, treated, "rank_cv_fall")
+        note = (
+            f"CV of predicted time over the ranks of a step; largest over {falls['corpus'].nunique()} corpora and "
+            f"{' and '.join(map(str, RANKS))} ranks, at {at.corpus} on {at.ranks} ranks; {assumptions.CORPUS} on 16: "
+            f"{_campaign.percent(assumed)}; M_mem {at.m_mem:,} tokens, one micro-batch a step"
+        )
+        result.append(_campaign.evidence("B7", largest, _campaign.compare(own, at, "rank_cv", 100), note))
+    return result
+
+
+def draw(rows: pd.DataFrame) -> list[Figure]:
+    """For each device, the imbalances of the baseline, the paper's rule and ours on 8 and 16 ranks."""
+    own = rows[(rows["suite"] == NAME) & (rows["model"] == assumptions.MODEL)]
+    own = own[(own["corpus"] == assumptions.CORPUS) & own["policy"].isin(SHOWN)]
+    return [_draw_device(str(device), table) for device, table in own.groupby("device", sort=True)]
+
+
+def _others(table: pd.DataFrame, treated: Setting, cv: str) -> str:
+    ours = _campaign.value(table, replace(treated, policy="balanced"), f"{cv}_fall")
+    eight = _campaign.value(table, replace(treated, ranks=8), f"{cv}_fall")
+    return f"on 8 ranks {_campaign.percent(eight)}, balanced on 16 {_campaign.percent(ours)}"
+
+
+def _binding(rows: pd.DataFrame, treated: Setting) -> str:
+    """Which of the rule's two bounds decides."""
+    chosen = campaign(rows).limits(treated)
+    tokens = np.array(sorted({int(s) for s in mixes.named(treated.corpus, 1).tokens}))
+    without = policies.DualConstraint(chosen.m_mem, np.inf, chosen.p).batch_sizes(tokens)
+    bound = policies.DualConstraint(chosen.m_mem, chosen.m_comp, chosen.p).batch_sizes(tokens) < without
+    return f"p = {chosen.p:.2f}; M_comp binds in {int(bound.sum())} of {tokens.size} buckets, M_mem in the others"
+
+
+def _draw_device(device: str, table: pd.DataFrame) -> Figure:
+    from repro.report import style
+
+    panels = (
+        ("bucket_cv", "across buckets: time"),
+        ("load_cv", "across ranks: B S²"),
+        ("rank_cv", "across ranks: time"),
+        ("step_cv", "across steps: step time"),
+    )
+    figure, axes = style.subplots(1, len(panels), size=(3.0, 3.3))
+    for ax, (cv, title) in zip(axes[0], panels, strict=True):
+        _draw_panel(ax, table[table["metric"] == cv])
+        ax.set_title(title)
+        if cv in PAPER:
+            for height, text in zip(PAPER[cv], ("paper, before", "paper, after"), strict=True):
+                style.paper_value(ax, height, f"{text}: {height}%")
+    axes[0, 0].set_ylabel("coefficient of variation, %")
+    _campaign.figure_legend(figure)
+    caption = (
+        f"Simulated from block_time on {device}: {assumptions.CORPUS}, 14B, one micro-batch a step, M_mem "
+        f"{assumptions.M_MEM:,} tokens. Three imbalances: one batch's time over the epoch; what ranks that wait for "
+        "each other differ by within a step; step time. Bars are 95% intervals over seeds."
+    )
+    return Figure(f"imbalance-{device}", figure, caption, CLAIMS)
+
+
+def _draw_panel(ax: Axes, table: pd.DataFrame) -> None:
+    width = 0.8 / len(SHOWN)
+    for i, policy in enumerate(SHOWN):
+        own = table[table["policy"] == policy].sort_values("ranks")
+        place = np.arange(len(own)) + (i - (len(SHOWN) - 1) / 2) * width
+        ends = np.abs(own[["ci_low", "ci_high"]].to_numpy().T - own["value"].to_numpy())
+        _campaign.bars(ax, place, 100 * own["value"], policy, width, 100 * ends)
+    ranks = sorted(table["ranks"].unique())
+    ax.set_xticks(range(len(ranks)), [f"{int(r)} ranks" for r in ranks])
+    ax.grid(axis="x", visible=False)

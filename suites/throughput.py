@@ -1,0 +1,243 @@
+"""Tokens/s of every batch policy with every AdaLN: the paper's gains on 8 and 16 GPUs, and what goes past them.
+
+Under protocol `as_published` (one micro-batch a step and rank; decides T1, T2 and T3): policy x AdaLN on the assumed
+corpus, which tells the gain of batching from that of the fused op, and the worst sequence mix. Under `matched` (samples
+a step within 1%): 1, 4 and 8 micro-batches a step on 8, 16 and 64 ranks, M_mem = the baseline's budget, for judging
+policies against each other. Either with ranks meeting in every micro-batch or once a step.
+
+Columns: `repro.balance.campaign.PARAMETERS`. Metrics: `repro.balance.metrics.UNITS`; tokens_per_s_p5 (of the slowest
+steps); gain (%, tokens/s over equal_token with eager AdaLN in the same setting, seeds paired); cost_lowered (%, see
+`repro.balance.campaign.Amortised`). Simulated from the device's `block_time` rows under `repro.balance.assumptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from repro.balance import assumptions, metrics, policies
+from repro.balance.campaign import PARAMETERS as PARAMETERS
+from repro.balance.campaign import Setting
+from repro.balance.types import Sync
+from repro.corpus.mixes import TOKEN_BUDGET
+from repro.suite import Case, Evidence, Figure, Measurement, Profile
+from suites import _campaign, sensitivity
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from repro.measure.machine import Machine
+
+NAME = "throughput"
+CLAIMS = ("T1", "T2", "T3")
+NEEDS = ("block_time", "cost_model", "sensitivity")
+SIMULATED = True
+
+RANKS = (8, 16)
+ADALNS = ("eager", "wan", "fused")
+SYNCS: tuple[Sync, ...] = ("micro_batch", "step")
+MATCHED_RANKS = (8, 16, 64)
+MATCHED_MICRO_BATCHES = (1, 4, 8)
+FRONTIER_RANKS = 16
+
+METRICS = (*metrics.UNITS, "tokens_per_s_p5", "cost_lowered")
+
+
+def cases(profile: Profile, machine: Machine) -> list[Case]:
+    """What decides T1 to T3 first."""
+    if profile == "smoke":
+        pairs = product(("equal_token", "dual_constraint"), ("eager", "fused"))
+        return _campaign.cases((Setting(p, a, 4, model="tiny") for p, a in pairs), 0.1)
+    if not _campaign.can_simulate(profile, machine):
+        return []
+    return _campaign.cases(_settings())
+
+
+def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
+    """Simulate one setting, and the baseline on the same seeds."""
+    found, setting, outcome = _campaign.simulated(case, inputs)
+    rows = _campaign.rows(outcome, METRICS)
+    if setting != setting.baseline():
+        rows.append(_campaign.paired(found, setting, setting.baseline(), "tokens_per_s", "gain"))
+    return rows
+
+
+def evidence(rows: pd.DataFrame) -> list[Evidence]:
+    """T1 and T2: AdaptiveLoad against the baseline on 8 and 16 ranks; T3: the same on the worst mix, on 16."""
+    own = rows[rows["suite"] == NAME]
+    result = []
+    for claim, ranks in (("T1", 8), ("T2", 16)):
+        whole = Setting(*assumptions.ADAPTIVELOAD, ranks)
+        effect = _campaign.lookup(own, whole, "gain")
+        if effect is not None:
+            note = f"{_assumed(whole)}; {_factorial(own, whole)}; {_elsewhere(rows, whole)}; {_beyond(own, whole)}"
+            result.append(_campaign.evidence(claim, effect, _campaign.compare(own, whole, "tokens_per_s"), note))
+    worst = Setting(*assumptions.ADAPTIVELOAD, 16, corpus=assumptions.WORST_CORPUS)
+    effect = _campaign.lookup(own, worst, "gain")
+    if effect is not None:
+        ratio = effect.copy()
+        ratio[["value", "ci_low", "ci_high"]] = 1 + effect[["value", "ci_low", "ci_high"]].astype(float) / 100
+        note = f"tokens/s of an epoch; {_assumed(worst)}; {_factorial(own, worst)}; {_slow_steps(own, worst)}"
+        result.append(_campaign.evidence("T3", ratio, _campaign.compare(own, worst, "tokens_per_s"), note))
+    return result
+
+
+def draw(rows: pd.DataFrame) -> list[Figure]:
+    """For each device: gains by policy and AdaLN, and the frontier of balance against mix."""
+    own = rows[(rows["suite"] == NAME) & (rows["model"] == assumptions.MODEL)]
+    figures = []
+    for device, table in own.groupby("device", sort=True):
+        figures += [_draw_gains(str(device), table), _draw_frontier(str(device), table)]
+    return [f for f in figures if f is not None]
+
+
+def _settings() -> Iterator[Setting]:
+    for ranks, policy, adaln in product(RANKS, policies.NAMES, ADALNS):
+        yield Setting(policy, adaln, ranks)
+    for ranks, policy, adaln in product(RANKS, policies.NAMES, ADALNS):
+        yield Setting(policy, adaln, ranks, corpus=assumptions.WORST_CORPUS)
+    for ranks, policy in product(RANKS, policies.NAMES):
+        yield Setting(policy, "eager", ranks, sync="step")
+    for ranks, number, sync, policy in product(MATCHED_RANKS, MATCHED_MICRO_BATCHES, SYNCS, policies.NAMES):
+        yield Setting(policy, "eager", ranks, sync=sync, micro_batches=number, protocol="matched", m_mem=TOKEN_BUDGET)
+
+
+def _gain(table: pd.DataFrame, setting: Setting) -> str:
+    return _campaign.percent(_campaign.value(table, setting, "gain"))
+
+
+def _assumed(setting: Setting) -> str:
+    return (
+        f"simulated from measured blocks: {setting.corpus}, {setting.model}, M_mem (a) {setting.m_mem:,} tokens, one "
+        "micro-batch a step and rank, ranks draw independently"
+    )
+
+
+def _factorial(table: pd.DataFrame, whole: Setting) -> str:
+    """Batching and the fused op apart."""
+    policy, adaln = assumptions.BASELINE
+    return (
+        f"of {_gain(table, whole)}: dual constraint alone {_gain(table, replace(whole, adaln=adaln))}, fused AdaLN "
+        f"alone {_gain(table, replace(whole, policy=policy))}"
+    )
+
+
+def _elsewhere(rows: pd.DataFrame, whole: Setting) -> str:
+    """The gain at M_mem (b), what measured memory says fits on the device, and the M_mem of the paper's gain."""
+    swept = rows[rows["suite"] == sensitivity.NAME]
+    paper = sensitivity.PAPER_GAIN[whole.ranks]
+    needed = sensitivity.m_mem_for(swept, whole, paper)
+    m_mem, gains = sensitivity.along_m_mem(swept, whole)
+    fits = _m_mem_of_device(rows)
+    if not m_mem:
+        return "M_mem was not varied"
+    told = f"the paper's {paper}% needs " + (
+        f"M_mem above {m_mem[-1]:,.0f} tokens"
+        if needed is None
+        else f"M_mem {needed:,.0f} tokens ({needed / whole.token_budget:.2f} x the budget)"
+    )
+    if fits is None:
+        return f"{told}; (b) unknown: memory was not measured"
+    beyond = "" if fits <= m_mem[-1] else f" (taken at {m_mem[-1]:,.0f})"
+    return (
+        f"{told}; at (b), the {fits:,.0f} tokens that fit on the device{beyond}, {np.interp(fits, m_mem, gains):+.1f}%"
+    )
+
+
+def _m_mem_of_device(rows: pd.DataFrame) -> float | None:
+    at = (rows["suite"] == "cost_model") & (rows["metric"] == "m_mem") & (rows["model"] == assumptions.MODEL)
+    found = rows[at & (rows["adaln"] == "fused")]
+    return float(found["value"].iloc[-1]) if len(found) else None
+
+
+def _beyond(table: pd.DataFrame, whole: Setting) -> str:
+    same = replace(whole, policy="dual_constraint_same_bucket")
+    ours = replace(whole, policy="balanced")
+    return f"were all ranks to draw the same bucket {_gain(table, same)}; balanced, fused {_gain(table, ours)}"
+
+
+def _slow_steps(table: pd.DataFrame, worst: Setting) -> str:
+    ratio = _campaign.ratio(_campaign.compare(table, worst, "tokens_per_s_p5"))
+    told = "unknown" if ratio is None else f"{ratio:.2f}x"
+    return f"slowest 5% of steps {told}; 8 ranks {_gain(table, replace(worst, ranks=8))}"
+
+
+def _draw_gains(device: str, table: pd.DataFrame) -> Figure:
+    from repro.report import style
+
+    corpora = (assumptions.CORPUS, assumptions.WORST_CORPUS)
+    figure, axes = style.subplots(len(corpora), len(RANKS), size=(4.8, 3.1), sharex="row", sharey=True)
+    for (i, corpus), (j, ranks) in product(enumerate(corpora), enumerate(RANKS)):
+        ax = axes[i, j]
+        _draw_policies(ax, table, Setting(*assumptions.BASELINE, ranks, corpus=corpus))
+        ax.set_title(f"{corpus}, {ranks} ranks")
+        if corpus == assumptions.CORPUS:
+            paper = sensitivity.PAPER_GAIN[ranks]
+            style.paper_value(ax, paper, f"paper: +{paper}%", along="y")
+        ax.set_xlabel("gain in tokens/s over the baseline, %" if i == len(corpora) - 1 else "")
+    axes[0, 0].invert_yaxis()
+    _campaign.figure_legend(figure)
+    caption = (
+        f"Tokens/s over equal-token batches with eager AdaLN, simulated from block_time on {device}: 14B, M_mem "
+        f"{assumptions.M_MEM:,} tokens, one micro-batch a step. The paper's AdaptiveLoad is the dual constraint with "
+        "the fused AdaLN. Bars are 95% intervals over seeds."
+    )
+    return Figure(f"throughput-{device}", figure, caption, CLAIMS)
+
+
+def _draw_policies(ax: Axes, table: pd.DataFrame, base: Setting) -> None:
+    from repro.report import style
+
+    names = style.ordered(policies.NAMES)
+    for k, adaln in enumerate(ADALNS):
+        rows = [_campaign.lookup(table, replace(base, policy=n, adaln=adaln), "gain") for n in names]
+        known = [(place, row) for place, row in enumerate(rows) if row is not None]
+        place = np.array([p for p, _ in known]) + 0.22 * (k - (len(ADALNS) - 1) / 2)
+        value, low, high = (np.array([float(r[c]) for _, r in known]) for c in ("value", "ci_low", "ci_high"))
+        look: Any = {"marker": style.marker(adaln), "color": style.color(adaln), "mfc": style.face(adaln, "simulated")}
+        ax.errorbar(
+            value,
+            place,
+            xerr=[value - low, high - value],
+            ls="none",
+            capsize=2,
+            label=f"{style.label(adaln)} AdaLN",
+            **look,
+        )
+    ax.axvline(0, color=style.BLACK, linewidth=0.8)
+    ax.set_yticks(range(len(names)), [style.label(n) for n in names])
+
+
+def _draw_frontier(device: str, table: pd.DataFrame) -> Figure | None:
+    from repro.report import style
+
+    matched = table[(table["protocol"] == "matched") & (table["ranks"] == FRONTIER_RANKS)]
+    if matched.empty:
+        return None
+    figure, axes = style.subplots(len(SYNCS), len(MATCHED_MICRO_BATCHES), size=(3.6, 3.0), sharex=True, sharey=True)
+    for (i, sync), (j, number) in product(enumerate(SYNCS), enumerate(MATCHED_MICRO_BATCHES)):
+        ax = axes[i, j]
+        cell = matched[(matched["sync"] == sync) & (matched["micro_batches"] == number)]
+        for policy in style.ordered(list(cell["policy"])):
+            own = cell[cell["policy"] == policy].set_index("metric")
+            x, y = own.loc["mix_distance"], own.loc["share_of_perfect"]
+            style.series(
+                ax, [x["value"]], [y["value"]], policy, low=[y["ci_low"]], high=[y["ci_high"]], kind="simulated"
+            )
+        meet = "ranks meet in each" if sync == "micro_batch" else "ranks meet once a step"
+        ax.set_title(f"{number} micro-batch{'es' if number > 1 else ''} a step, {meet}", fontsize=8.5)
+        ax.axhline(1, color=style.GREY, linewidth=0.8)
+        ax.set_xlabel("mix distance" if i == len(SYNCS) - 1 else "")
+        ax.set_ylabel("share of perfect balance" if j == 0 else "")
+    _campaign.figure_legend(figure, columns=5)
+    caption = (
+        f"Frontier of balance against mix, simulated from block_time on {device}: {assumptions.CORPUS}, 14B, "
+        f"{FRONTIER_RANKS} ranks, M_mem {TOKEN_BUDGET:,} tokens, samples a step matched, whole epochs. Up is faster, "
+        "left keeps a step's samples nearer to the corpus' mix; upper left is best."
+    )
+    return Figure(f"frontier-{device}", figure, caption, ("T1", "T2"))
