@@ -120,7 +120,7 @@ def _best_cuts(cost: FloatArray) -> tuple[int, ...]:
     best, back = np.zeros(size + 1), np.zeros(size + 1, dtype=np.int64)
     for end in range(1, size + 1):
         totals = best[:end] + cost[:end, end - 1]
-        back[end] = int(totals.argmin())
+        back[end] = int(np.flatnonzero(totals <= totals.min() + 1e-12)[-1])  # of equals, the smallest last group
         best[end] = totals[back[end]]
     cuts = []
     end = size

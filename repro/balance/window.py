@@ -86,7 +86,7 @@ def take(stream: Stream, rules: Rules, steps: int | None = None) -> Taken:
         due = queue / batch
         if position < total:
             due = due - rules.reserve
-        forced = _forced(arrived, gone, batch, rules)
+        forced = must_go(arrived, gone, batch, rules)
         number = step(queue, batch, due, forced, rules, group, draining=position == total)
         if number is None:
             break
@@ -174,8 +174,12 @@ def nearest(
     return rounded
 
 
-def _forced(arrived: list[IntArray], gone: IntArray, batch: IntArray, rules: Rules) -> IntArray:
-    """Micro-batches [K] that samples need which arrived `patience` steps ago or earlier; the oldest if not all fit."""
+def must_go(arrived: list[IntArray], gone: IntArray, batch: IntArray, rules: Rules) -> IntArray:
+    """Micro-batches int64 [K] for samples that have waited `patience` steps; of the oldest, M * R, if not all fit.
+
+    arrived: samples [K] that had been drawn before the first step, the second, .. and the one to come, after a zero.
+    gone: samples [K] used so far, the oldest of each bucket.
+    """
     size = rules.slots * rules.ranks
     low = younger = np.zeros_like(gone)
     for then in range(len(arrived) - 1 - rules.patience, -1, -1):

@@ -110,6 +110,20 @@ def test_the_last_slot_is_cut_anew_for_idle_ranks() -> None:
     assert sorted(schedule.batch[schedule.batch < 30]) == [7] * 4 + [8] * 4
 
 
+def test_the_last_steps_leave_no_dear_slot_half_empty_and_a_cheap_one_full() -> None:
+    # 106 clips on 16 ranks are 6 slots and 10 micro-batches: the seventh slot has room for images, which shortens the
+    # last slot of images. Perfect but for that: 7 slots of clips, and the images beside them or spread over 16 ranks.
+    corpus, layout = named("worst-case", samples=16_000), Layout(16, M_MEM)
+    clips = int(corpus.counts[1])
+    images = int(corpus.counts[0]) - (16 - clips % 16) * 30
+    slots = images // (16 * 30)
+    last = -(-(images - slots * 16 * 30) // 16)
+    best = COST.seconds([1] * (clips // 16 + 1) + [30] * slots + [last], [46_800] * (clips // 16 + 1)
+                        + [1_560] * (slots + 1)).sum()  # fmt: skip
+    ours = simulate(Balanced(M_MEM, COST).schedule(corpus, layout), COST, layout)
+    assert ours.step_seconds.sum() == pytest.approx(best)
+
+
 def test_a_single_bucket_is_perfectly_balanced() -> None:
     schedule = Balanced(M_MEM, COST).schedule(_corpus(30 * 8 * 12), Layout(8, M_MEM, 4))
     assert np.all(schedule.batch == 30)

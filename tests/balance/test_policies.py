@@ -83,6 +83,15 @@ def test_same_bucket_fills_slots_with_one_bucket_until_the_tail(policy: Policy) 
     assert mixed.min() >= len(slots) - 9
 
 
+@pytest.mark.parametrize("policy", READY_MADE, ids=lambda p: p.name)
+def test_seed_and_epoch_draw_anew(policy: Policy) -> None:
+    layout = Layout(4, 48_000)
+    first = policy.schedule(CORPUS, layout, seed=1)
+    assert np.array_equal(first.bucket, policy.schedule(CORPUS, layout, seed=1).bucket)
+    for other in (policy.schedule(CORPUS, layout, seed=2), policy.schedule(CORPUS, layout, seed=1, epoch=1)):
+        assert not np.array_equal(first.bucket, other.bucket)
+
+
 def test_fillers_are_at_the_tail_only() -> None:
     for policy in READY_MADE:
         schedule = policy.schedule(CORPUS, Layout(8, 48_000, micro_batches=2))
