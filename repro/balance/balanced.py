@@ -120,9 +120,7 @@ class Balanced(Policy):
         return share - self.mix_weight * float(metrics.total_variation(taken.samples, counts).mean())
 
 
-def _with_tail(
-    taken: window.Taken, samples: int, buckets: Buckets, layout: Layout
-) -> tuple[IntArray, Int32Array]:
+def _with_tail(taken: window.Taken, samples: int, buckets: Buckets, layout: Layout) -> tuple[IntArray, Int32Array]:
     """Bucket and batch [T, M, R] of the steps taken and of those for the rest, which may take over for the last few.
 
     Whole slots taken to the last leave a rest that does not match; where to stop is tried once all samples are drawn.

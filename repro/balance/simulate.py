@@ -101,9 +101,7 @@ class Epochs:
         return float(self.samples(name).mean())
 
 
-def simulate(
-    schedule: Schedule, cost: Cost, layout: Layout, communication: Communication | None = None
-) -> Simulation:
+def simulate(schedule: Schedule, cost: Cost, layout: Layout, communication: Communication | None = None) -> Simulation:
     """Simulate one epoch; communication None for compute alone.
 
     Raises ValueError where the schedule is for other ranks than the layout, or where it comes out faster than perfect

@@ -118,8 +118,9 @@ def test_the_last_steps_leave_no_dear_slot_half_empty_and_a_cheap_one_full() -> 
     images = int(corpus.counts[0]) - (16 - clips % 16) * 30
     slots = images // (16 * 30)
     last = -(-(images - slots * 16 * 30) // 16)
-    best = COST.seconds([1] * (clips // 16 + 1) + [30] * slots + [last], [46_800] * (clips // 16 + 1)
-                        + [1_560] * (slots + 1)).sum()  # fmt: skip
+    clip_slots = clips // 16 + 1
+    batches, tokens = [1] * clip_slots + [30] * slots + [last], [46_800] * clip_slots + [1_560] * (slots + 1)
+    best = COST.seconds(batches, tokens).sum()
     ours = simulate(Balanced(M_MEM, COST).schedule(corpus, layout), COST, layout)
     assert ours.step_seconds.sum() == pytest.approx(best)
 
@@ -131,8 +132,8 @@ def test_a_single_bucket_is_perfectly_balanced() -> None:
 
 
 def test_empty_buckets_are_never_costed() -> None:
-    corpus = Corpus("gap", "", (Shape(81, 2160, 3840), Shape(1, 480, 832)), np.array([680_400, 1_560]),
-                    np.ones(100, dtype=np.int32))  # fmt: skip
+    shapes = (Shape(81, 2160, 3840), Shape(1, 480, 832))
+    corpus = Corpus("gap", "", shapes, np.array([680_400, 1_560]), np.ones(100, dtype=np.int32))
     layout = Layout(4, M_MEM)
     assert simulate(Balanced(M_MEM, COST).schedule(corpus, layout), COST, layout).share_of_perfect > 0.5
 

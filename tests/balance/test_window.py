@@ -36,8 +36,8 @@ def test_nearest_keeps_bounds_and_sums(data: st.DataObject) -> None:
 
 def test_nearest_lets_buckets_of_few_samples_give_way() -> None:
     batch = np.array([1, 30])
-    number = window.nearest(np.array([10.0, 10.0]), np.zeros(2, int), np.full(2, 99), np.array([28]), batch,
-                            np.array([0]), np.zeros(2, int))  # fmt: skip
+    due, none, plenty = np.array([10.0, 10.0]), np.zeros(2, int), np.full(2, 99)
+    number = window.nearest(due, none, plenty, np.array([28]), batch, np.array([0]), np.zeros(2, int))
     assert number.tolist() == [18, 10]
 
 
@@ -55,8 +55,8 @@ def test_a_step_takes_the_groups_that_are_most_behind() -> None:
 
 def test_a_forced_micro_batch_has_company_of_the_next_cheaper() -> None:
     rules = _rules([0, 1, 2], 1, 4, 0.0, 3)
-    number = window.step(np.array([1, 2, 9]), np.ones(3, int), np.array([0.0, 0.0, 9.0]), np.array([1, 0, 0]), rules,
-                         np.arange(3))  # fmt: skip
+    queue, due, forced = np.array([1, 2, 9]), np.array([0.0, 0.0, 9.0]), np.array([1, 0, 0])
+    number = window.step(queue, np.ones(3, int), due, forced, rules, np.arange(3))
     assert number is not None
     assert number.tolist() == [1, 2, 1]
 
