@@ -175,8 +175,10 @@ def _draw_device(device: str, rows: pd.DataFrame, smoke: bool) -> Figure:
     }
     panels = {title: cell for title, cell in panels.items() if len(cell)}
     unit, factor = ("MB", 1e3) if smoke else ("GB", 1.0)
-    figure, axes = style.subplots(1, len(panels), size=(3.6, 3.2))
-    for ax, (title, cell) in zip(axes[0], panels.items(), strict=True):
+    figure, axes = style.subplots(2, (len(panels) + 1) // 2, size=(4.8, 2.9))
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for ax, (title, cell) in zip(axes.flat, panels.items(), strict=False):
         percent = title.endswith("%")
         if cell is not saved and "peak" not in title:
             cell = cell[cell["impl"] != BASELINE]
@@ -210,6 +212,6 @@ def _bars(ax: Axes, cell: pd.DataFrame, form: str) -> None:
         if len(value):
             position = j + (i - (len(impls) - 1) / 2) * width
             bar = ax.bar(position, value.iloc[0], 0.92 * width, color=style.color(impl), label=style.label(impl))
-            ax.bar_label(bar, fmt=form, fontsize=6.5)
+            ax.bar_label(bar, fmt=form, fontsize=6)
     ax.set_xticks(range(len(chains)), chains)
     ax.grid(axis="x", visible=False)
