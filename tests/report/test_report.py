@@ -45,7 +45,9 @@ def rows():
 
 def test_the_same_rows_give_the_same_bytes_in_another_process_and_with_other_settings(rows, tmp_path):
     draw.draw_claims(rows, tmp_path / "here")
-    (tmp_path / "matplotlibrc").write_text("font.size: 30\nsvg.hashsalt: other\nfigure.facecolor: black\nxtick.direction: in\n")
+    (tmp_path / "matplotlibrc").write_text(
+        "font.size: 30\nsvg.hashsalt: other\nfigure.facecolor: black\nxtick.direction: in\n"
+    )
     program = f"from pathlib import Path\nfrom repro.report import draw\ndraw.draw_claims({rows!r}, Path('there'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MATPLOTLIBRC": str(tmp_path), "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=120)
