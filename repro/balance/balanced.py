@@ -32,6 +32,9 @@ CARRIED_SLOTS = 3.0
 LONGEST_PERIOD = 16.0
 """Steps between two slots of a group beyond which the default bound on waiting does not grow."""
 
+INCOMPLETE_SHARE = 0.01
+"""Micro-batches, as a share, that the default bound on waiting may cut short: so far may samples a step be off."""
+
 TRIAL_MICRO_BATCHES = 30_000
 """Micro-batches, over all ranks, on which a division into groups is tried, in 20 to 400 steps."""
 
@@ -47,7 +50,7 @@ class Balanced(Policy):
     one unit of mix distance is worth. backlog_steps: micro-batches carried over from step to step, in steps; None for
     CARRIED_SLOTS, one step at least, and half a micro-batch of each bucket that is still filling. max_wait_steps:
     bound on the steps from a sample's being drawn to its being used; None for about twice what it takes on average
-    until a group fills a slot.
+    until a group fills a slot, and until a bucket fills a micro-batch, the rarest buckets excepted.
     """
 
     name: ClassVar[str] = "balanced"
@@ -91,11 +94,13 @@ class Balanced(Policy):
         carried = float(reserve.sum()) / size
         # All that the window holds when a sample's patience ends is gone within this many steps.
         drain = ceil(1.0 + carried + buckets.batch.size / size) + 1
+        rate = np.sort(slots) / slots.sum()
+        filling = 1.0 / (size * float(rate[np.searchsorted(np.cumsum(rate), INCOMPLETE_SHARE)]))
         seconds = buckets.seconds(np.arange(full.size), buckets.batch)
         best: tuple[float, window.Rules] | None = None
         for starts in groups.candidates(seconds, buckets.batch, slots, layout.ranks, complete * layout.micro_batches):
             period = min(1.0 / float(np.add.reduceat(slots, starts).min()), LONGEST_PERIOD)
-            patience = max(ceil(2.0 * (carried + period)), drain + 1)
+            patience = max(ceil(2.0 * (carried + max(period, filling))), drain + 1)
             if self.max_wait_steps is not None:
                 patience = self.max_wait_steps - drain
                 if patience <= drain:

@@ -145,6 +145,19 @@ def test_rare_buckets_do_not_wait_for_a_full_micro_batch() -> None:
     assert schedule.max_wait_steps <= schedule.wait_limit_steps == 40 < schedule.steps / 5
 
 
+def test_many_buckets_keep_the_references_samples_a_step() -> None:
+    areas = ((480, 832), (832, 480), (640, 640), (544, 720), (720, 544), (448, 896))
+    shapes = tuple(Shape(f, h, w) for f in range(1, 81, 8) for h, w in areas)
+    tokens = np.array([Tokenizer().tokens(s) for s in shapes])
+    shares = np.random.default_rng(0).dirichlet(np.full(len(shapes), 0.7))
+    buckets = np.random.default_rng(1).choice(len(shapes), 40_000, p=shares).astype(np.int32)
+    corpus, layout = Corpus("many", "", shapes, tokens, buckets), Layout(16, M_MEM)
+    ours = simulate(Balanced(M_MEM, COST).schedule(corpus, layout), COST, layout)
+    drawn = simulate(EqualToken(M_MEM).schedule(corpus, layout), COST, layout)
+    assert ours.samples_per_step == pytest.approx(drawn.samples_per_step, rel=0.01)
+    assert ours.samples_per_s > 1.3 * drawn.samples_per_s
+
+
 def test_slots_match_until_the_tail() -> None:
     corpus, layout = named("wan-uniform", samples=60_000), Layout(16, M_MEM, 8)
     schedule = Balanced(M_MEM, COST).schedule(corpus, layout)
