@@ -50,7 +50,7 @@ def simulated(case: Case, inputs: pd.DataFrame, effort: Effort = FULL) -> tuple[
     try:
         found = campaign(inputs, SMOKE if smoke else effort)
         found.cost(setting.model, setting.adaln)
-        found.limits(setting)
+        found.policy(setting)
     except ValueError as e:
         raise CaseSkipped(f"block_time has too few rows yet: {e}") from e
     return found, setting, found.run(setting)
@@ -93,9 +93,9 @@ def paired(
 def lookup(table: pd.DataFrame, setting: Setting, metric: str) -> pd.Series | None:
     """The row of a setting and metric, None where it is missing."""
     at = table["metric"] == metric
-    for name, value in setting.key.items():
-        if name != "m_comp":  # follows from the policy
-            at &= table[name] == value
+    for name, wanted in setting.key.items():
+        if wanted != "":
+            at &= table[name] == wanted
     found = table[at]
     return None if found.empty else found.iloc[-1]
 
@@ -136,17 +136,24 @@ def bars(
 
 
 def figure_legend(
-    figure: matplotlib.figure.Figure, axes: Iterable[Axes] | None = None, columns: int | None = None
+    figure: matplotlib.figure.Figure,
+    axes: Iterable[Axes] | None = None,
+    columns: int | None = None,
+    hatched: bool = False,
 ) -> None:
-    """One legend above the figure, each name once, with the mark of what is simulated. axes: None for all."""
+    """One legend above the figure, each name once, with the mark of what is simulated.
+
+    axes: whose series it explains; None for all. hatched: what is simulated are bars.
+    """
+    from matplotlib.patches import Patch
+
     from repro.report import style
 
-    found = {
-        t: h
-        for ax in (figure.axes if axes is None else axes)
-        for h, t in zip(*ax.get_legend_handles_labels(), strict=True)
-    }
-    found |= {str(h.get_label()): h for h in style.kind_handles(["simulated"])}
+    found: dict[str, Any] = {}
+    for ax in figure.axes if axes is None else axes:
+        found |= {text: handle for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+    bar = Patch(facecolor="white", edgecolor=style.GREY, hatch="////", label="simulated")
+    found |= {str(h.get_label()): h for h in ([bar] if hatched else style.kind_handles(["simulated"]))}
     figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns or len(found))
 
 

@@ -2,7 +2,7 @@
 
 A lattice around the base point of `repro.balance.assumptions` (wan-uniform, 14B, M_mem 1.227 x the baseline's budget,
 16 ranks, one micro-batch a step): M_mem / budget from 1 to 3, ranks from 1 to 1,024, every named corpus, 1.3B and 14B;
-and M_mem with ranks together for AdaptiveLoad as a whole (dual_constraint, fused AdaLN).
+for AdaptiveLoad as a whole (dual_constraint, fused AdaLN) also M_mem with ranks, and M_mem with M_comp.
 A second lattice compares policies with samples a step matched: every corpus on 2 to 1,024 ranks, four micro-batches a
 step, M_mem = budget.
 
@@ -41,6 +41,9 @@ SIMULATED = True
 RATIOS = (1.0, 1.1, assumptions.MEMORY_RISE, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0)
 """M_mem / the baseline's token budget."""
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+M_COMPS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""M_comp in units of B * S^p of the longest bucket's baseline batch."""
+M_COMP_RATIOS = (assumptions.MEMORY_RISE, 1.5, 2.0)
 MODELS = (assumptions.MODEL, "wan-1.3b")
 MATCHED_RANKS = (2, 8, 16, 64, 1024)
 MATCHED_MICRO_BATCHES = 4
@@ -127,8 +130,12 @@ def rivals(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found, columns=["corpus", "ranks", "policy", "value", "ci_low", "ci_high"])
 
 
+def _m_mem(ratio: float) -> int:
+    return round(ratio * TOKEN_BUDGET)
+
+
 def _m_mems() -> list[int]:
-    return [round(r * TOKEN_BUDGET) for r in RATIOS]
+    return [_m_mem(r) for r in RATIOS]
 
 
 def _matched(setting: Setting) -> Setting:
@@ -144,12 +151,15 @@ def _settings() -> Iterator[Setting]:
         yield from (replace(s, ranks=ranks) for s in (*rules, *whole))
     for corpus in mixes.names():
         yield from (replace(s, corpus=corpus) for s in (*rules, *whole))
+    loose = replace(whole[0], m_comp=assumptions.M_COMP_LOOSE)
     for model in MODELS:
         yield from (replace(s, model=model) for s in (*rules, *whole))
         for ranks in PAPER_GAIN:
-            yield from (replace(whole[0], model=model, ranks=ranks, m_mem=m) for m in _m_mems())
+            yield from (replace(s, model=model, ranks=ranks, m_mem=m) for s in (whole[0], loose) for m in _m_mems())
     for ranks in RANKS:
-        yield from (replace(whole[0], ranks=ranks, m_mem=m) for m in _m_mems())
+        yield from (replace(s, ranks=ranks, m_mem=m) for s in (whole[0], loose) for m in _m_mems())
+    for ratio in M_COMP_RATIOS:
+        yield from (replace(whole[0], m_mem=_m_mem(ratio), m_comp=c) for c in M_COMPS)
     for corpus in mixes.names():
         for ranks in MATCHED_RANKS:
             yield from (_matched(replace(s, corpus=corpus, ranks=ranks)) for s in rules)
@@ -158,21 +168,25 @@ def _settings() -> Iterator[Setting]:
 def _draw_device(device: str, table: pd.DataFrame) -> Figure:
     from repro.report import style
 
-    figure, axes = style.subplots(2, 3, size=(4.3, 3.5))
+    figure, axes = style.subplots(2, 4, size=(3.9, 3.4))
     whole = Setting(*assumptions.ADAPTIVELOAD, BASE_RANKS)
     _draw_map(axes[0, 0], table, whole)
-    _draw_m_mem(axes[0, 1], table)
-    _draw_ranks(axes[0, 2], table)
-    _draw_models(axes[1, 0], table, whole)
-    _draw_corpora(axes[1, 1], table)
-    _draw_lead(axes[1, 2], table)
-    _campaign.figure_legend(figure, axes[0, 1:], columns=5)
+    _draw_map(axes[0, 1], table, replace(whole, m_comp=assumptions.M_COMP_LOOSE))
+    _draw_m_comp(axes[0, 2], table, whole)
+    _draw_models(axes[0, 3], table, whole)
+    _draw_m_mem(axes[1, 0], table)
+    _draw_ranks(axes[1, 1], table)
+    _draw_corpora(axes[1, 2], table)
+    _draw_lead(axes[1, 3], table)
+    _campaign.figure_legend(figure, axes[1, :3], columns=5)
     caption = (
         f"Gain in tokens/s over equal-token batches with eager AdaLN, simulated from block_time on {device}; around "
         f"{assumptions.CORPUS}, 14B, {BASE_RANKS} ranks, M_mem {assumptions.MEMORY_RISE} x the baseline's "
-        f"{TOKEN_BUDGET:,} tokens, one micro-batch a step. First panel: AdaptiveLoad as a whole (dual constraint and "
-        "fused AdaLN), with the contours of the paper's two gains; elsewhere eager AdaLN, unless named. Last panel: "
-        "samples/s of balanced over the fastest policy of no larger mix distance, four micro-batches a step, samples a "
+        f"{TOKEN_BUDGET:,} tokens, one micro-batch a step. AdaptiveLoad: dual constraint with fused AdaLN; other "
+        "lines have eager AdaLN. Maps: contours at the paper's gains (25.6% dashed, 27.18% solid), crosses where it "
+        "reports them if memory is what its VRAM rise says; M_comp in "
+        "units of the longest bucket's baseline batch. Last panel: samples/s of balanced over the fastest policy of no "
+        "larger mix distance, four micro-batches a step, samples a "
         "step matched; bars are 95% intervals."
     )
     return Figure(f"sensitivity-{device}", figure, caption, ("T1", "T2"))
@@ -187,12 +201,12 @@ def _draw_map(ax: Axes, table: pd.DataFrame, whole: Setting) -> None:
     x, y = np.array(_m_mems()) / TOKEN_BUDGET, np.log2(np.array(RANKS))
     mesh = ax.pcolormesh(x, y, gains, cmap="viridis", shading="gouraud", vmin=0)
     ax.figure.colorbar(mesh, ax=ax, label="gain, %")
-    for gain, look in zip(PAPER_GAIN.values(), ("--", "-"), strict=True):
-        lines = ax.contour(x, y, gains, [gain], colors="white", linestyles=look, linewidths=1.3)
-        ax.clabel(lines, fmt={gain: f"{gain:g}%"}, fontsize=7)
+    for gain, line in zip(PAPER_GAIN.values(), ("--", "-"), strict=True):
+        if gains.min() < gain < gains.max():
+            ax.contour(x, y, gains, [gain], colors="white", linestyles=line, linewidths=1.3)
     ax.plot(2 * [assumptions.MEMORY_RISE], np.log2(list(PAPER_GAIN)), "x", color=style.RED, markersize=8, mew=2)
     ax.set_yticks(y, [f"{r:,}" for r in RANKS])
-    ax.set(xlabel="M_mem / token budget", ylabel="ranks", title="AdaptiveLoad (x: the paper's cells)")
+    ax.set(xlabel="M_mem / token budget", ylabel="ranks", title=f"AdaptiveLoad, M_comp x {whole.m_comp:g}")
     ax.grid(visible=False)
 
 
@@ -223,24 +237,29 @@ def _draw_ranks(ax: Axes, table: pd.DataFrame) -> None:
     ax.set(xlabel="ranks", ylabel="gain, %", title=f"ranks, M_mem {assumptions.MEMORY_RISE} x the budget")
 
 
+def _draw_m_comp(ax: Axes, table: pd.DataFrame, whole: Setting) -> None:
+    from repro.report import style
+
+    for ratio, color in zip(M_COMP_RATIOS, (style.SKY, style.BLUE, style.BLACK), strict=True):
+        gains = [_campaign.value(table, replace(whole, m_mem=_m_mem(ratio), m_comp=c), "gain") for c in M_COMPS]
+        values = [np.nan if g is None else g for g in gains]
+        ax.plot(M_COMPS, values, "-o", mfc="white", color=color, label=f"M_mem {ratio:g} x budget")
+    style.paper_value(ax, PAPER_GAIN[BASE_RANKS], f"paper: +{PAPER_GAIN[BASE_RANKS]}%")
+    ax.set(xlabel="M_comp / B S^p of the longest bucket", ylabel="gain, %", title=f"compute bound, {BASE_RANKS} ranks")
+    ax.legend(loc="lower right")
+
+
 def _draw_models(ax: Axes, table: pd.DataFrame, whole: Setting) -> None:
     from repro.report import style
 
     for model, color in zip(MODELS, (style.ORANGE, style.BLUE), strict=True):
-        for ranks, line in zip(PAPER_GAIN, (":", "-"), strict=True):
-            m_mem, gains = along_m_mem(table, replace(whole, model=model, ranks=ranks))
-            ax.plot(
-                np.array(m_mem) / TOKEN_BUDGET,
-                gains,
-                line,
-                marker="o",
-                mfc="white",
-                color=color,
-                label=f"{model}, {ranks} ranks",
-            )
+        for m_comp, line in ((assumptions.M_COMP, "-"), (assumptions.M_COMP_LOOSE, ":")):
+            m_mem, gains = along_m_mem(table, replace(whole, model=model, m_comp=m_comp))
+            look: Any = {"marker": "o", "mfc": "white", "color": color, "label": f"{model}, M_comp x {m_comp:g}"}
+            ax.plot(np.array(m_mem) / TOKEN_BUDGET, gains, line, **look)
     style.paper_value(ax, PAPER_GAIN[BASE_RANKS], f"paper: +{PAPER_GAIN[BASE_RANKS]}%")
-    ax.set(xlabel="M_mem / token budget", ylabel="gain, %", title="model size, AdaptiveLoad")
-    ax.legend(loc="upper left")
+    ax.set(xlabel="M_mem / token budget", ylabel="gain, %", title=f"model size, {BASE_RANKS} ranks")
+    ax.legend(loc="upper left", fontsize=7)
 
 
 def _draw_corpora(ax: Axes, table: pd.DataFrame) -> None:
@@ -254,7 +273,7 @@ def _draw_corpora(ax: Axes, table: pd.DataFrame) -> None:
             color=style.color(policy), mfc="white", label=style.label(policy), ls="none",
         )  # fmt: skip
     ax.set_yticks(range(len(names)), names)
-    ax.invert_yaxis()
+    ax.set_ylim(len(names) - 0.5, -1.2)  # room for the paper's value above the first corpus
     style.paper_value(ax, PAPER_GAIN[BASE_RANKS], f"paper: +{PAPER_GAIN[BASE_RANKS]}%", along="y")
     ax.set(xlabel="gain, %", title=f"corpus, {BASE_RANKS} ranks")
 
@@ -276,4 +295,6 @@ def _draw_lead(ax: Axes, table: pd.DataFrame) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(MATCHED_RANKS, [f"{r:,}" for r in MATCHED_RANKS])
     ax.set(xlabel="ranks", ylabel="lead, %", title="balanced over the next best")
-    ax.legend(fontsize=7, ncols=2)
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high + 0.4 * (high - low))  # room for the legend
+    ax.legend(fontsize=7, ncols=2, loc="upper left")

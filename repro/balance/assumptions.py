@@ -18,7 +18,8 @@ SYNC: Sync = "micro_batch"
 PROTOCOL: Protocols = "as_published"
 MEMORY_RISE = 1.227
 M_MEM = round(MEMORY_RISE * TOKEN_BUDGET)
-M_COMP = "longest"
+M_COMP = 1.0
+M_COMP_LOOSE = 1.5
 BASELINE = ("equal_token", "eager")
 ADAPTIVELOAD = ("dual_constraint", "fused")
 BUS_BANDWIDTH = 260e9
@@ -63,8 +64,10 @@ ASSUMPTIONS: tuple[Assumption, ...] = (
     ),
     Assumption(
         "M_comp and p",
-        "p from the power law fitted to this device's step times, M_comp from the longest bucket",
-        "the longest samples cannot be split, so a lower bound shrinks other batches without a shorter step",
+        "p: power law fitted to this device's step times; M_comp: B * S^p of the longest bucket's baseline batch",
+        "steps that meet it cannot be shorter than the baseline's: with a lower bound the others' batches shrink for "
+        "nothing, with a higher one the law says that they outlast it",
+        f"sensitivity: 0.5 to 3 x that; {M_COMP_LOOSE} x in notes, since one exponent overstates mid-length batches",
     ),
     Assumption(
         "whether ranks draw buckets independently",

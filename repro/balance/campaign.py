@@ -1,6 +1,6 @@
 """Simulation campaigns: one setting (policy, AdaLN, ranks, corpus, ...) to its metrics over seeded epochs.
 
-Costs and memory come from a device's `block_time` rows. Every policy runs at its best under the same memory limit, and
+Costs and memory come from a device's `block_time` rows. All policies have the same memory limit, and
 settings that differ in policy or AdaLN only see the same corpora and the same seeds: their ratios are paired.
 Legend: T steps, M slots, R ranks.
 """
@@ -45,8 +45,8 @@ PARAMETERS = (
     "m_mem",
     "m_comp",
 )
-"""Parameter columns of every suite that simulates campaigns. m_comp is `longest` (`repro.balance.limits`) for the
-policies that have one and empty for the others: its value follows from the fit, not from the setting."""
+"""Parameter columns of every suite that simulates campaigns. m_comp: in units of B * S^p of the longest bucket's
+baseline batch, since p comes from a fit and not from the setting; empty for policies without it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Effort:
 
 
 FULL = Effort()
-WIDE = Effort(seeds=5, steps=100, micro_batches=12_000)
+WIDE = Effort(seeds=5)
 """For lattices of many settings."""
 SMOKE = Effort(seeds=2, steps=20, micro_batches=400, fewest=10)
 
@@ -90,6 +90,7 @@ class Setting:
     protocol: Protocols = assumptions.PROTOCOL
     token_budget: int = TOKEN_BUDGET
     m_mem: int = assumptions.M_MEM
+    m_comp: float = assumptions.M_COMP
 
     @classmethod
     def of(cls, key: Mapping[str, str | int | float]) -> Setting:
@@ -105,13 +106,14 @@ class Setting:
             protocol=cast(Protocols, key["protocol"]),
             token_budget=int(key["token_budget"]),
             m_mem=int(key["m_mem"]),
+            m_comp=float(key["m_comp"]) if _has_m_comp(str(key["policy"])) else assumptions.M_COMP,
         )
 
     @property
     def key(self) -> dict[str, str | int | float]:
         """Value of every column in PARAMETERS."""
-        m_comp = assumptions.M_COMP if self.policy.startswith("dual_constraint") else ""
-        return {name: m_comp if name == "m_comp" else getattr(self, name) for name in PARAMETERS}
+        values = {name: getattr(self, name) for name in PARAMETERS}
+        return values if _has_m_comp(self.policy) else {**values, "m_comp": ""}
 
     @property
     def layout(self) -> Layout:
@@ -121,7 +123,7 @@ class Setting:
     def baseline(self) -> Setting:
         """The same under the paper's baseline: equal tokens a micro-batch, eager AdaLN."""
         policy, adaln = assumptions.BASELINE
-        return replace(self, policy=policy, adaln=adaln)
+        return replace(self, policy=policy, adaln=adaln, m_comp=assumptions.M_COMP)
 
 
 @dataclass(frozen=True)
@@ -195,27 +197,25 @@ class Campaign:
         """float64 [n], metric of `setting` over that of `other`, seed by seed. Raises KeyError for an unknown one."""
         return self.run(setting).values[metric] / self.run(other).values[metric]
 
-    def limits(self, setting: Setting) -> limits.Limits:
-        """M_comp, p and target that the rule gets in this setting."""
-        power = cast(PowerCost, self._fitted(setting.model, setting.adaln, "power"))
-        return limits.choose(power, self._corpus(setting).tokens, setting.m_mem)
-
     def policy(self, setting: Setting) -> policies.Policy:
-        """The setting's policy, at its best under the memory limit. Raises KeyError for an unknown one."""
-        cost = self.cost(setting.model, setting.adaln)
-        chosen = self.limits(setting)
-        if setting.policy == "equal_time":
-            # Full micro-batches of the longest bucket set the pace whatever the others do: no lower target is sensible.
-            target = limits.target_seconds(cost, self._corpus(setting).tokens, setting.m_mem)
-            return policies.EqualTime(setting.m_mem, cost, target)
+        """The setting's policy with what the fits give it.
+
+        The baseline's batch of the longest bucket sets the pace: M_comp, and the target of `equal_time`.
+        Raises KeyError for an unknown policy, ValueError where rows are missing.
+        """
+        power = cast(PowerCost, self._fitted(setting.model, setting.adaln, "power"))
         quadratic = cast(QuadraticCost, self._fitted(setting.model, setting.adaln, "quadratic"))
+        cost, tokens = self.cost(setting.model, setting.adaln), self._corpus(setting).tokens
+        if setting.policy == "equal_time":
+            target = limits.target_seconds(cost, tokens, setting.token_budget)
+            return policies.EqualTime(setting.m_mem, cost, target)
         return policies.make(
             setting.policy,
             m_mem=setting.m_mem,
             cost=cost,
             token_budget=setting.token_budget,
-            m_comp=chosen.m_comp,
-            p=chosen.p,
+            m_comp=setting.m_comp * limits.choose(power, tokens, setting.token_budget).m_comp,
+            p=power.p,
             quadratic=UNIT * quadratic.b / quadratic.c if quadratic.c else float("inf"),
         )
 
@@ -255,6 +255,10 @@ class Campaign:
             for name, value in values.items():
                 found.setdefault(name, []).append(value)
         return Outcome({name: np.array(v) for name, v in found.items()}, cost.cost.source)
+
+
+def _has_m_comp(policy: str) -> bool:
+    return policy.startswith("dual_constraint")
 
 
 _campaigns: dict[str, dict[Effort, Campaign]] = {}
