@@ -109,7 +109,7 @@ def m_mem_for(table: pd.DataFrame, setting: Setting, gain: float) -> float | Non
 
 
 def rivals(table: pd.DataFrame) -> pd.DataFrame:
-    """Of the second lattice, each corpus and number of ranks: the fastest policy of no larger mix distance than ours.
+    """Of the second lattice, each corpus and number of ranks: the policies of no larger mix distance than balanced.
 
     Columns: corpus, ranks, policy, and value, ci_low, ci_high of balanced's lead over it in %.
     """
@@ -124,10 +124,8 @@ def rivals(table: pd.DataFrame) -> pd.DataFrame:
             continue
         near = distance.index[distance <= distance["balanced"] + 1e-9]
         leads = cell[(cell["metric"] == "balanced_lead") & cell["policy"].isin(near)]
-        if len(leads):
-            least = leads.iloc[int(leads["value"].to_numpy().argmin())]
-            found.append({"corpus": corpus, "ranks": int(ranks), **least[["policy", "value", "ci_low", "ci_high"]]})
-    return pd.DataFrame(found, columns=["corpus", "ranks", "policy", "value", "ci_low", "ci_high"])
+        found.append(leads[["corpus", "ranks", "policy", "value", "ci_low", "ci_high"]])
+    return pd.concat(found, ignore_index=True) if found else matched.iloc[:0]
 
 
 def _m_mem(ratio: float) -> int:
@@ -259,7 +257,7 @@ def _draw_models(ax: Axes, table: pd.DataFrame, whole: Setting) -> None:
             ax.plot(np.array(m_mem) / TOKEN_BUDGET, gains, line, **look)
     style.paper_value(ax, PAPER_GAIN[BASE_RANKS], f"paper: +{PAPER_GAIN[BASE_RANKS]}%")
     ax.set(xlabel="M_mem / token budget", ylabel="gain, %", title=f"model size, {BASE_RANKS} ranks")
-    ax.legend(loc="upper left", fontsize=7)
+    _legend_above(ax)
 
 
 def _draw_corpora(ax: Axes, table: pd.DataFrame) -> None:
@@ -281,7 +279,7 @@ def _draw_corpora(ax: Axes, table: pd.DataFrame) -> None:
 def _draw_lead(ax: Axes, table: pd.DataFrame) -> None:
     from repro.report import style
 
-    found = rivals(table)
+    found = rivals(table).sort_values("value").drop_duplicates(["corpus", "ranks"])
     for i, corpus in enumerate(mixes.names()):
         own = found[found["corpus"] == corpus].sort_values("ranks")
         if own.empty:
@@ -295,6 +293,12 @@ def _draw_lead(ax: Axes, table: pd.DataFrame) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(MATCHED_RANKS, [f"{r:,}" for r in MATCHED_RANKS])
     ax.set(xlabel="ranks", ylabel="lead, %", title="balanced over the next best")
+    _legend_above(ax)
+
+
+def _legend_above(ax: Axes) -> None:
+    """A legend inside the axes, above their series."""
     low, high = ax.get_ylim()
-    ax.set_ylim(low, high + 0.4 * (high - low))  # room for the legend
-    ax.legend(fontsize=7, ncols=2, loc="upper left")
+    ax.set_ylim(low, high + 0.4 * (high - low))
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=7, ncols=2, loc="upper left")

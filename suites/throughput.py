@@ -238,7 +238,7 @@ def _draw_frontier(device: str, table: pd.DataFrame) -> Figure | None:
     caption = (
         f"Frontier of balance against mix, simulated from block_time on {device}: {assumptions.CORPUS}, 14B, "
         f"{FRONTIER_RANKS} ranks, M_mem {TOKEN_BUDGET:,} tokens, samples a step matched, whole epochs. Up is faster, "
-        "left keeps a step's samples nearer to the corpus' mix; upper left is best. With M_mem at the baseline's budget "
-        "equal-token, dual constraint and equal time coincide."
+        "left keeps a step's samples nearer to the corpus' mix; upper left is best. With M_mem at the baseline's "
+        "budget equal-token, dual constraint and equal time coincide."
     )
     return Figure(f"frontier-{device}", figure, caption, ("T1", "T2"))
