@@ -85,7 +85,7 @@ def context() -> Iterator[None]:
 
 def subplots(
     rows: int = 1, columns: int = 1, size: tuple[float, float] = (4.2, 3.2), **kwargs: Any
-) -> tuple[Figure, npt.NDArray[np.object_]]:
+) -> tuple[Figure, npt.NDArray[Any]]:
     """A figure with rows x columns axes of `size` inches each; the axes always come as an array [rows, columns]."""
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)

@@ -60,13 +60,15 @@ def ours(row: Row) -> str:
 def terminal(rows: Sequence[Row], width: int) -> Group:
     """The claims for a terminal of `width` characters; below, the headline, and why claims were not run."""
     table = Table(title="The paper's claims", header_style="bold", title_justify="left")
-    for name in ("id", "claim", "paper", "ours [95%]", "kind", "device", "verdict"):
-        table.add_column(Text(name), overflow="fold", no_wrap=name in ("id", "paper", "verdict"))
+    columns = ["id", "claim", "paper", "ours [95%]", "kind", "verdict", *(["device"] if width >= 100 else [])]
+    for name in columns:
+        table.add_column(Text(name), overflow="fold", no_wrap=name in ("id", "paper", "kind", "verdict"))
     reasons: dict[str, list[str]] = {}
     for r in rows:
-        claim = r["statement"] if width >= 130 else BY_ID[r["id"]].title
+        claim = r["statement"] if width >= 170 else BY_ID[r["id"]].title
         verdict = Text(r["verdict"], style=COLOURS[r["verdict"]])
-        table.add_row(r["id"], claim, paper(r), Text(ours(r)), r["kind"], r["device"], verdict)
+        cells = (r["id"], claim, paper(r), Text(ours(r)), r["kind"], verdict, r["device"])
+        table.add_row(*cells[: len(columns)])
         if r["verdict"] == "not run":
             reasons.setdefault(r["note"], []).append(r["id"])
     told = [Text(f"{', '.join(ids)} not run: {reason}", style="dim") for reason, ids in reasons.items()]

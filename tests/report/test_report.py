@@ -107,7 +107,7 @@ def test_cells_of_the_table():
     assert [tables.paper(row(c)) for c in ("K1", "B6", "T3", "B1")] == ["3.21x", "<= 20%", "> 1x", "0.35"]
 
 
-@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("width", [80, 120, 180])
 def test_the_terminal_table_tells_verdicts_and_reasons(rows, width):
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(tables.terminal(rows, width))
