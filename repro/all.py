@@ -119,7 +119,8 @@ def _recorded_machine(store: Store, device: str) -> Machine:
 
 
 def _command() -> list[str]:
-    return ["python", "-m", "repro.all", *sys.argv[1:]]
+    """The command for the run record; of folders elsewhere on this machine only the name."""
+    return ["python", "-m", "repro.all", *(Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:])]
 
 
 def _end(errors: list[str]) -> None:

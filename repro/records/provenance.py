@@ -55,6 +55,7 @@ def source_hash(root: Path = ROOT) -> str:
 
 def _clean() -> bool:
     """Whether the sources are as committed; results and figures, which runs themselves write, do not count."""
+    _git("rev-parse", "HEAD")  # without a commit there is nothing to be as clean as
     return not _git("status", "--porcelain", "--", *(folder for folder in _SOURCES if (ROOT / folder).exists()))
 
 
