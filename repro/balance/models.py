@@ -14,9 +14,17 @@ import numpy.typing as npt
 TEXT_TOKENS = 512
 """Text tokens that every sample attends to; shorter prompts are zero-padded and the padding is attended too."""
 
-_TEXT_WIDTH = 4096
-_TIME_FREQUENCIES = 256
-_LATENT_PATCH = 16 * 1 * 2 * 2  # latent channels times the volume of a patch
+TEXT_WIDTH = 4096
+"""Features of a text token's embedding (umT5-XXL's)."""
+
+TIME_FREQUENCIES = 256
+"""Sines and cosines that a timestep is embedded in."""
+
+LATENT_CHANNELS = 16
+PATCH = (1, 2, 2)
+"""Latent elements along time, height and width that one token stands for."""
+
+_LATENT_PATCH = LATENT_CHANNELS * PATCH[0] * PATCH[1] * PATCH[2]
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,8 @@ class ModelSize:
         """Parameters of the full model, embeddings and head included."""
         d = self.dim
         patch = _LATENT_PATCH * d + d
-        text = _TEXT_WIDTH * d + d + d * d + d
-        time = _TIME_FREQUENCIES * d + d + d * d + d + 6 * (d * d + d)
+        text = TEXT_WIDTH * d + d + d * d + d
+        time = TIME_FREQUENCIES * d + d + d * d + d + 6 * (d * d + d)
         head = d * _LATENT_PATCH + _LATENT_PATCH + 2 * d
         return self.layers * self.block_parameters + patch + text + time + head
 

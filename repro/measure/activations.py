@@ -5,7 +5,7 @@
     official  the same as Wan-Video/Wan2.1 runs it: the residual stream in float32, linears under bfloat16 autocast.
               Autocast rounds the linears' common input once for each of them, unless the op's output is bfloat16
               already, which is what the fused op is asked for
-    block     a whole Wan block, two modulated norms in it (`repro.measure.block_stack`)
+    block     a whole Wan block, two modulated norms in it (`repro.wan.block`)
 
 Legend: B samples, N rows (tokens) of a sample, D features. Modulation is float32, strided [B, 1, D], as in Wan.
 """
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from repro.adaln import get_impl
 from repro.balance.models import MODELS, TEXT_TOKENS, ModelSize
-from repro.measure.block_stack import Block, rope_table
 from repro.measure.memory import Saved, peak_allocated, saved_by_autograd
+from repro.wan.block import Block
+from repro.wan.rope import rope_table
 
 CHAINS = ("op", "qkv", "official", "block")
 

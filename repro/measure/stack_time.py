@@ -18,7 +18,8 @@ from torch import Tensor
 
 from repro.adaln import get_impl
 from repro.balance.models import TEXT_TOKENS, ModelSize
-from repro.measure.block_stack import BlockStack, rope_table
+from repro.measure.block_stack import BlockStack
+from repro.wan.rope import rope_table
 
 SHORT_MS = 300.0
 """Iterations shorter than this are warmed up twice: it costs little, and they are the ones that jitter."""

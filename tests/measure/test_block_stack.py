@@ -6,9 +6,9 @@ torch = pytest.importorskip("torch")
 
 from repro.adaln import get_impl  # noqa: E402
 from repro.balance.models import TEXT_TOKENS, TINY, WAN_1_3B, WAN_14B  # noqa: E402
-from repro.measure import block_stack  # noqa: E402
-from repro.measure.block_stack import BlockStack, rope_table  # noqa: E402
+from repro.measure.block_stack import BlockStack  # noqa: E402
 from repro.measure.stack_time import measure_stack  # noqa: E402
+from repro.wan.rope import rope_table, rotate  # noqa: E402
 
 
 def inputs(batch, grid, dtype=torch.float32, text=8):
@@ -71,8 +71,7 @@ def test_rotation_keeps_only_relative_positions():
     q, k = torch.randn(1, 1, 2, 48, generator=torch.Generator().manual_seed(0)).unbind(2)
 
     def score(i, j):
-        turn = block_stack._rotate
-        return (turn(q[:, :, None], table[i : i + 1]) * turn(k[:, :, None], table[j : j + 1])).sum()
+        return (rotate(q[:, :, None], table[i : i + 1]) * rotate(k[:, :, None], table[j : j + 1])).sum()
 
     assert score(7, 4) == pytest.approx(score(3, 0).item(), rel=1e-4)
     assert score(7, 4) != pytest.approx(score(4, 7).item(), rel=1e-2)
@@ -109,9 +108,9 @@ def by_hand(block, x, time, text, rope):
 
     e = (w["modulation"][0] + time).unbind(0)  # shift, scale, gate of attention, then of the FFN
     h = normalized(x) * (1 + e[1]) + e[0]
-    x = x + attention("self_attention", h, h, turn=True) * e[2]
-    h = normalized(x) * w["cross_norm.weight"] + w["cross_norm.bias"]
-    x = x + attention("cross_attention", h, text, turn=False)
+    x = x + attention("self_attn", h, h, turn=True) * e[2]
+    h = normalized(x) * w["norm3.weight"] + w["norm3.bias"]
+    x = x + attention("cross_attn", h, text, turn=False)
     h = linear("ffn.0", normalized(x) * (1 + e[4]) + e[3])
     gelu = 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))
     return x + linear("ffn.2", gelu) * e[5]

@@ -1,0 +1,5 @@
+"""The Wan 2.1 text-to-video model and how it is trained.
+
+`config`, `model` (from `block` and `rope`), `initialize` and `convert` make the network; `objective` is flow matching
+with draws seeded per sample; `synthetic`, `shards` and `make_corpus` are where samples come from.
+"""
