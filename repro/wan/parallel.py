@@ -1,0 +1,161 @@
+"""One model over many ranks: PyTorch's FSDP2, activation checkpointing and per-block compilation, set up in one place.
+
+Parameters are sharded over all ranks, block by block (`torch.distributed.fsdp.fully_shard`). The master copy keeps the
+dtype that the model comes in (fp32 for training), blocks compute in `compute` and gradients are reduced in fp32.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from repro.balance.types import Sync
+from repro.wan.waiting import WaitClock
+
+Checkpointing = Literal["none", "selective", "full"]
+Compute = Literal["bf16", "master"]
+
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""Outputs that `selective` keeps: attention is the one cost that grows with S^2, its output only with S."""
+
+
+class WorldError(ValueError):
+    """The ranks that were started do not fit this machine or this run; the message is what the user reads."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks. mesh: all ranks in one dimension."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the model is laid over the ranks.
+
+    sync: `micro_batch` reshards parameters after every forward and backward, so that ranks meet in every layer of
+    every micro-batch; `step` keeps them gathered and gradients whole until the step's last micro-batch, where ranks
+    meet once, at the price of memory for a whole copy of both. checkpointing: activations recomputed in the backward
+    pass, per block: none, all but attention outputs (`selective`), or all (`full`). compile: each block, for any
+    shape. compute: bf16, or `master`, the dtype that the parameters are kept in (tests; CPUs).
+    """
+
+    sync: Sync = "micro_batch"
+    checkpointing: Checkpointing = "full"
+    compile: bool = False
+    compute: Compute = "bf16"
+
+    def __post_init__(self) -> None:
+        for name, known in (("sync", Sync), ("checkpointing", Checkpointing), ("compute", Compute)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}")
+
+
+def join(device_type: str | None = None) -> World:
+    """Join the ranks that torchrun started, or be the only one without it.
+
+    device_type: "cuda" or "cpu"; None for GPUs where there are any. GPUs talk through NCCL, CPUs (and everything small
+    that lives on the host) through gloo.
+
+    Raises WorldError where more ranks were started on this machine than it has GPUs.
+    """
+    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    local, on_this_host = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if kind == "cuda":
+        if on_this_host > torch.cuda.device_count():
+            raise WorldError(
+                f"{on_this_host} ranks were started here, this machine has {torch.cuda.device_count()} GPUs: start "
+                "torchrun with a smaller --nproc-per-node, or with --device cpu"
+            )
+        torch.cuda.set_device(local)
+    device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        bound = device if kind == "cuda" else None
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, device_id=bound)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
+    size = dist.get_world_size()
+    return World(dist.get_rank(), size, device, init_device_mesh(kind, (size,)))
+
+
+def leave() -> None:
+    """Leave the ranks; safe to call where none were joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def parallelize(model: nn.Module, settings: Parallelism, world: World, clock: WaitClock) -> None:
+    """Checkpoint, compile and shard `model` in place; its transformer blocks are `model.blocks`, an nn.ModuleList.
+
+    clock: gets its marks around the places where blocks wait for other ranks.
+    On the meta device nothing is allocated: parameters become sharded meta tensors, for `to_empty` to make real.
+    Raises TypeError for a model without such blocks.
+    """
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
+        raise TypeError(f"{type(model).__name__} needs an nn.ModuleList `blocks` to be sharded block by block")
+    bf16 = settings.compute == "bf16"
+    # Inputs are not cast: timesteps and modulation stay fp32, and the model casts where its formulas say so.
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None,
+        reduce_dtype=torch.float32 if bf16 else None,
+        cast_forward_inputs=False,
+    )
+    shard = partial(
+        fully_shard, mesh=world.mesh, mp_policy=precision, reshard_after_forward=settings.sync == "micro_batch"
+    )
+    for i, block in enumerate(blocks):
+        if settings.checkpointing != "none":
+            context: dict[str, Any] = {"context_fn": _keep_attention} if settings.checkpointing == "selective" else {}
+            # No dropout anywhere, so the recomputation needs no random state.
+            block = checkpoint_wrapper(block, preserve_rng_state=False, **context)
+            blocks[i] = block
+        if settings.compile:
+            # The forward alone, so that FSDP's hooks around it stay outside the compiled graph.
+            block.forward = torch.compile(block.forward, dynamic=True)
+    clock.before_sharding(list(blocks))
+    for block in blocks:
+        shard(block)
+    shard(model)
+    clock.after_sharding(list(blocks))
+
+
+def prepare_micro_batch(model: nn.Module, settings: Parallelism, last: bool) -> None:
+    """Tell FSDP what the coming backward pass does with gradients and gathered parameters."""
+    assert isinstance(model, FSDPModule)
+    if settings.sync == "step":
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def _keep_attention() -> Any:
+    def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,58 @@
+"""What each rank does in `test_parallel`."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from repro.balance.types import MicroBatch
+from repro.wan.engine import Engine, OptimizerSettings
+from repro.wan.parallel import Parallelism, join
+from tests.wan import standin
+
+SETTINGS = OptimizerSettings(lr=1e-2, warmup=2, clip=0.05)
+
+
+def micro_batches(step: int, rank: int) -> list[MicroBatch]:
+    """Two of one sample each, of another shape on every rank."""
+    return [MicroBatch(standin.SHAPES[(rank + i) % 3], (10 * step + 2 * rank + i,), (0.25,)) for i in range(2)]
+
+
+def losses_after(parallelism: Parallelism) -> list[float]:
+    """Losses of three steps."""
+    world = join("cpu")
+    engine = Engine(standin.make(), standin.losses, parallelism, SETTINGS, world)
+    found = []
+    for step in range(3):
+        result = engine.step(step, micro_batches(step, world.rank), [4, 4])
+        assert result.lr == SETTINGS.lr * (0.5 if step == 0 else 1.0)
+        assert result.samples == 4 and len(result.ranks) == world.size and not result.skipped
+        assert all(0 <= r.wait_seconds <= r.seconds for r in result.ranks)
+        found.append(result.loss)
+    return found
+
+
+def plain_losses(ranks: int) -> list[float]:
+    """The same three steps in one process, with PyTorch's own loop."""
+    model, found = standin.make(), []
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=SETTINGS.weight_decay)
+    for step in range(3):
+        loss = sum(0.25 * standin.losses(model, m, 0).sum() for rank in range(ranks) for m in micro_batches(step, rank))
+        loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip) > SETTINGS.clip
+        optimizer.param_groups[0]["lr"] = SETTINGS.lr_at(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    return found
+
+
+def every_form() -> None:
+    """The losses of a plain loop, to float64 rounding, for every sync and checkpointing; and they fall."""
+    expected = plain_losses(join("cpu").size)
+    assert expected[2] < expected[0]
+    for sync, checkpointing in itertools.product(("micro_batch", "step"), ("none", "selective", "full")):
+        got = losses_after(Parallelism(sync, checkpointing, compute="master"))
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-9, atol=0)

@@ -1,0 +1,20 @@
+"""Gradients of the sharded engine against one process that sees every sample of the step alone."""
+
+from __future__ import annotations
+
+from repro.balance import policies
+from tests.wan import gradient_ranks, ranks
+
+
+def test_every_policy_and_sync_on_two_ranks_has_the_gradient_of_one_process(tmp_path):
+    """Relative error within rounding: 1e-12 in float64, 1e-5 in float32, for other orders of summation."""
+    ranks.run(gradient_ranks.every_policy, 2, tmp_path, policies.NAMES, ("micro_batch", "step"))
+
+
+def test_four_ranks_have_the_gradient_of_one_process(tmp_path):
+    ranks.run(gradient_ranks.every_policy, 4, tmp_path, ("balanced",), ("micro_batch",))
+
+
+def test_batch_means_are_another_gradient_where_batch_sizes_differ(tmp_path):
+    """The bars above can tell a wrong weighting apart."""
+    ranks.run(gradient_ranks.mixed_shapes, 2, tmp_path)
