@@ -112,7 +112,7 @@ def load_diffusers(model: nn.Module, folder: str | Path) -> None:
     parameters = {clean_name(name): p for name, p in model.named_parameters()}
     files = _files(Path(folder))
     try:
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for path in files:
             with safe_open(path, framework="pt") as weights:
                 shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118

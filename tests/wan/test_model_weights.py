@@ -68,9 +68,9 @@ def test_another_models_weights_change_nothing(theirs, tmp_path):
 
 def test_incomplete_folders_are_refused(theirs, tmp_path):
     model = WanModel(WanConfig.preset("tiny"))
-    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         read_config(tmp_path)
-    with pytest.raises(FileNotFoundError, match="lacks diffusion_pytorch_model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"lacks diffusion_pytorch_model\.safetensors"):
         load_diffusers(model, tmp_path)
     folder = saved(theirs, tmp_path, "600KB")
     part = sorted(folder.glob("*.safetensors"))[1]
