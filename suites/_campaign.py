@@ -49,7 +49,7 @@ def simulated(case: Case, inputs: pd.DataFrame, effort: Effort = FULL) -> tuple[
     smoke = (inputs["profile"] == "smoke").all()
     try:
         found = campaign(inputs, SMOKE if smoke else effort)
-        found.cost(setting.model, setting.adaln)
+        found.cost(setting.model, setting.adaln, setting.m_mem)
         found.policy(setting)
     except ValueError as e:
         raise CaseSkipped(f"block_time has too few rows yet: {e}") from e

@@ -257,7 +257,7 @@ def _draw_models(ax: Axes, table: pd.DataFrame, whole: Setting) -> None:
             ax.plot(np.array(m_mem) / TOKEN_BUDGET, gains, line, **look)
     style.paper_value(ax, PAPER_GAIN[BASE_RANKS], f"paper: +{PAPER_GAIN[BASE_RANKS]}%")
     ax.set(xlabel="M_mem / token budget", ylabel="gain, %", title=f"model size, {BASE_RANKS} ranks")
-    _legend_above(ax)
+    _legend_above(ax, columns=1)
 
 
 def _draw_corpora(ax: Axes, table: pd.DataFrame) -> None:
@@ -293,12 +293,12 @@ def _draw_lead(ax: Axes, table: pd.DataFrame) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(MATCHED_RANKS, [f"{r:,}" for r in MATCHED_RANKS])
     ax.set(xlabel="ranks", ylabel="lead, %", title="balanced over the next best")
-    _legend_above(ax)
+    _legend_above(ax, columns=2)
 
 
-def _legend_above(ax: Axes) -> None:
+def _legend_above(ax: Axes, columns: int) -> None:
     """A legend inside the axes, above their series."""
     low, high = ax.get_ylim()
     ax.set_ylim(low, high + 0.4 * (high - low))
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize=7, ncols=2, loc="upper left")
+        ax.legend(fontsize=7, ncols=columns, loc="upper left")

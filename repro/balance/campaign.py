@@ -71,7 +71,7 @@ class Effort:
 
 
 FULL = Effort()
-WIDE = Effort(seeds=5)
+WIDE = Effort(seeds=5, micro_batches=12_000, fewest=30)
 """For lattices of many settings."""
 SMOKE = Effort(seeds=2, steps=20, micro_batches=400, fewest=10)
 
@@ -141,45 +141,53 @@ UNITS: dict[str, str] = {
     **metrics.UNITS,
     "load_cv": "fraction",
     "tokens_per_s_p5": "1/s",
-    "cost_lowered": "%",
+    "cost_raised": "%",
     "peak_memory": "GB",
 }
 """Metrics of an outcome. Beyond `metrics.UNITS`: load_cv, CV over ranks of B * S^2 where they meet; tokens_per_s_p5, of
-the slowest 5% of steps at most; cost_lowered, by how much at most `Amortised` changed a time; peak_memory, mean over
+the slowest 5% of steps at most; cost_raised, by how much at most `Amortised` changed a time; peak_memory, mean over
 steps and ranks of a rank's peak, parameters and optimizer state included (absent where memory was not measured)."""
 
 
 @dataclass(frozen=True)
 class Amortised:
-    """A cost with which larger batches are never dearer a sample: B * min over b <= B of t(b) / b.
+    """A cost with which smaller batches are never cheaper a sample: B * max of t(b) / b over B <= b <= m_mem / S.
 
-    A rank can always run a batch as several smaller ones. Measured times of neighbouring batch sizes scatter by about a
-    percent; without this a policy with smaller batches could come out faster than perfect balance of full ones.
+    Measured times of neighbouring batch sizes scatter by a percent or less, and between them the table interpolates a
+    form that is off by a few percent at small batches. Without this a policy with smaller batches could come out faster
+    than perfect balance of full ones. Times of full batches, which most policies use, stay as they are.
     """
 
     cost: MeasuredCost
+    m_mem: int
     _per_sample: dict[int, FloatArray] = field(default_factory=dict, repr=False, compare=False)
 
     def seconds(self, batch: npt.ArrayLike, tokens: npt.ArrayLike) -> FloatArray:
-        """Seconds of micro-batches of `batch` samples of `tokens` tokens each (broadcast together)."""
+        """Seconds of micro-batches of `batch` samples of `tokens` tokens each (broadcast together).
+
+        Batches beyond m_mem cost what they cost.
+        """
         b, s = np.broadcast_arrays(np.asarray(batch, np.int64), np.asarray(tokens, np.int64))
         result = np.empty(b.shape)
         for length in np.unique(s):
-            own = s == length
-            result[own] = b[own] * self._least(int(length), int(b[own].max()))[b[own] - 1]
+            per_sample = self._most(int(length))
+            within = (s == length) & (b <= per_sample.size)
+            result[within] = b[within] * per_sample[b[within] - 1]
+            beyond = (s == length) & (b > per_sample.size)
+            if beyond.any():
+                result[beyond] = self.cost.seconds(b[beyond], length)
         return result
 
-    def lowered(self, batch: npt.ArrayLike, tokens: npt.ArrayLike) -> float:
-        """Largest share by which a time is lower than the cost's own."""
-        return float(np.max(1 - self.seconds(batch, tokens) / self.cost.seconds(batch, tokens), initial=0.0))
+    def raised(self, batch: npt.ArrayLike, tokens: npt.ArrayLike) -> float:
+        """Largest share by which a time is higher than the cost's own."""
+        return float(np.max(self.seconds(batch, tokens) / self.cost.seconds(batch, tokens) - 1, initial=0.0))
 
-    def _least(self, tokens: int, batch: int) -> FloatArray:
-        known = self._per_sample.get(tokens, np.empty(0))
-        if known.size < batch:
-            sizes = np.arange(1, max(batch, 2 * known.size) + 1)
-            known = np.minimum.accumulate(self.cost.seconds(sizes, tokens) / sizes)
-            self._per_sample[tokens] = known
-        return known
+    def _most(self, tokens: int) -> FloatArray:
+        if tokens not in self._per_sample:
+            sizes = np.arange(1, max(1, self.m_mem // tokens) + 1)
+            own = self.cost.seconds(sizes, tokens) / sizes
+            self._per_sample[tokens] = np.maximum.accumulate(own[::-1])[::-1]
+        return self._per_sample[tokens]
 
 
 class Campaign:
@@ -205,7 +213,7 @@ class Campaign:
         """
         power = cast(PowerCost, self._fitted(setting.model, setting.adaln, "power"))
         quadratic = cast(QuadraticCost, self._fitted(setting.model, setting.adaln, "quadratic"))
-        cost, tokens = self.cost(setting.model, setting.adaln), self._corpus(setting).tokens
+        cost, tokens = self.cost(setting.model, setting.adaln, setting.m_mem), self._corpus(setting).tokens
         if setting.policy == "equal_time":
             target = limits.target_seconds(cost, tokens, setting.token_budget)
             return policies.EqualTime(setting.m_mem, cost, target)
@@ -221,9 +229,9 @@ class Campaign:
 
     # The methods below are called through the caches made in __init__.
 
-    def _cost(self, model: str, adaln: str) -> Amortised:
+    def _cost(self, model: str, adaln: str, m_mem: int) -> Amortised:
         """Measured times at the model's full depth. Raises ValueError where rows are missing."""
-        return Amortised(self._fitted(model, adaln, "table"))
+        return Amortised(self._fitted(model, adaln, "table"), m_mem)
 
     def _fit(self, model: str, adaln: str, form: Form) -> MeasuredCost:
         return measured_cost(self._rows, model, adaln, form).extrapolating()
@@ -242,7 +250,10 @@ class Campaign:
 
     def _run(self, setting: Setting) -> Outcome:
         corpus, layout, policy = self._corpus(setting), setting.layout, self.policy(setting)
-        cost, memory = self.cost(setting.model, setting.adaln), self._memory(setting.model, setting.adaln)
+        cost, memory = (
+            self.cost(setting.model, setting.adaln, setting.m_mem),
+            self._memory(setting.model, setting.adaln),
+        )
         model = MODELS[setting.model]
         found: dict[str, list[float]] = {}
         for seed in range(self._effort.seeds_on(setting.ranks)):
@@ -296,7 +307,7 @@ def _extra(schedule: Schedule, run: Simulation, cost: Amortised, sync: Sync) -> 
     return {
         "load_cv": float(metrics.rank_cv(metrics.meetings(load, sync)).mean()),
         "tokens_per_s_p5": float(np.quantile(of_step / run.step_seconds, 0.05)),
-        "cost_lowered": 100 * cost.lowered(batch, schedule.corpus.tokens[used]),
+        "cost_raised": 100 * cost.raised(batch, schedule.corpus.tokens[used]),
     }
 
 
