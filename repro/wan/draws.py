@@ -25,7 +25,7 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
-def keys(ids: Sequence[int], *purpose: int | str, device: torch.device | str = "cpu") -> Tensor:
+def keys(ids: Sequence[int | str], *purpose: int | str, device: torch.device | str = "cpu") -> Tensor:
     """int64 [B], a key for each id; draws for other purposes (seed, epoch, name, ...) or other ids are unrelated."""
     prefix = "/".join(map(str, purpose))
     hashed = [hashlib.blake2b(f"{prefix}/{i}".encode(), digest_size=8).digest() for i in ids]
