@@ -1,22 +1,27 @@
-"""Ranks for tests: processes on this machine that meet through gloo, started once for many cases."""
+"""Ranks for tests: processes on this machine that meet through gloo, forked from a server that has PyTorch loaded."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+multiprocessing.set_forkserver_preload(
+    ["tests.wan.checkpoint_ranks", "tests.wan.gradient_ranks", "tests.wan.parallel_ranks"]
+)
 
-def run(work: Callable[..., None], ranks: int, folder: Path, *args: Any) -> None:
+
+def run(work: Callable[..., None], ranks: int, *args: Any) -> None:
     """Run `work(*args)` on `ranks` processes that are one process group; what fails in one fails the test."""
-    meeting = folder / f"rendezvous-{ranks}"
-    mp.spawn(_rank, (ranks, str(meeting), work, args), nprocs=ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (ranks, f"{folder}/meeting", work, args), ranks, start_method="forkserver")
 
 
 def _rank(rank: int, ranks: int, meeting: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:

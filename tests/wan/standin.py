@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from repro.balance.models import ModelSize
 from repro.balance.types import MicroBatch
 from repro.corpus.shapes import Corpus, Shape, Tokenizer
 
+SIZE = ModelSize("stand-in", dim=16, ffn=16, heads=1, layers=2)
 SHAPES = (Shape(1, 32, 32), Shape(5, 32, 48), Shape(9, 48, 64))
 DIM = 16
 

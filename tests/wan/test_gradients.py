@@ -6,15 +6,15 @@ from repro.balance import policies
 from tests.wan import gradient_ranks, ranks
 
 
-def test_every_policy_and_sync_on_two_ranks_has_the_gradient_of_one_process(tmp_path):
+def test_every_policy_and_sync_on_two_ranks_has_the_gradient_of_one_process():
     """Relative error within rounding: 1e-12 in float64, 1e-5 in float32, for other orders of summation."""
-    ranks.run(gradient_ranks.every_policy, 2, tmp_path, policies.NAMES, ("micro_batch", "step"))
+    ranks.run(gradient_ranks.every_policy, 2, policies.NAMES, ("micro_batch", "step"))
 
 
-def test_four_ranks_have_the_gradient_of_one_process(tmp_path):
-    ranks.run(gradient_ranks.every_policy, 4, tmp_path, ("balanced",), ("micro_batch",))
+def test_four_ranks_have_the_gradient_of_one_process():
+    ranks.run(gradient_ranks.every_policy, 4, ("balanced",), ("micro_batch",))
 
 
-def test_batch_means_are_another_gradient_where_batch_sizes_differ(tmp_path):
+def test_batch_means_are_another_gradient_where_batch_sizes_differ():
     """The bars above can tell a wrong weighting apart."""
-    ranks.run(gradient_ranks.mixed_shapes, 2, tmp_path)
+    ranks.run(gradient_ranks.mixed_shapes, 2)

@@ -30,9 +30,9 @@ def test_a_model_without_blocks_is_refused(monkeypatch):
         parallelize(nn.Linear(2, 2), Parallelism(), None, WaitClock(torch.device("cpu")))
 
 
-def test_every_form_trains_as_a_plain_loop_does(tmp_path):
+def test_every_form_trains_as_a_plain_loop_does():
     """Sharding, checkpointing and sync change when things are computed, never what; AdamW, clipping, warm-up too."""
-    ranks.run(parallel_ranks.every_form, 2, tmp_path)
+    ranks.run(parallel_ranks.every_form, 2)
 
 
 class Passing:

@@ -1,0 +1,199 @@
+"""Checkpoints of a sharded run: complete or not there at all, written while training goes on.
+
+`torch.distributed.checkpoint` writes every rank's shards into a hidden folder; when all are on disk the folder is
+renamed to `step-00001000`, and `latest` is replaced last. A run killed at any moment leaves its last complete
+checkpoint untouched. `about.json` in it says what it is of, so that a wrong one is refused before anything is loaded.
+On several nodes the folder must be on a file system that they share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import threading
+import zipfile
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from repro.records import files
+from repro.wan.parallel import World
+
+FORMAT = 1
+_LATEST = "latest"
+_ABOUT = "about.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message says which, why, and what to do."""
+
+
+class Checkpoints:
+    """The checkpoints in one folder; every rank makes one and calls its methods together with the others.
+
+    keep: complete checkpoints to keep; older ones are removed once a newer one is complete.
+    Raises ValueError for keep below 1, OSError for a folder that cannot be written.
+    """
+
+    def __init__(self, folder: Path, world: World, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1 checkpoint, got {keep}")
+        self.folder, self.world, self.keep = folder, world, keep
+        self._group = dist.new_group(backend="gloo")  # its own: saving goes on while training uses the other
+        self._saving: Future[Any] | None = None
+        self._committed = threading.Event()
+        self._failure: BaseException | None = None
+        if world.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for partial in folder.glob(".step-*"):  # of a run that was killed
+                shutil.rmtree(partial)
+        dist.barrier(self._group)
+
+    def newest(self) -> Path | None:
+        """The checkpoint to go on from, the same on every rank: what `latest` names, or else the newest complete one."""
+        found: list[str | None] = [None]
+        if self.world.is_first:
+            named = self.folder / _LATEST
+            name = named.read_text().strip() if named.exists() else ""
+            complete = [p.name for p in self._complete()]
+            found = [name if name in complete else complete[-1] if complete else None]
+        dist.broadcast_object_list(found, src=0, group=self._group)
+        return self.folder / found[0] if found[0] else None
+
+    def _complete(self) -> list[Path]:
+        return sorted(p for p in self.folder.glob("step-*") if (p / ".metadata").exists())
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        about: dict[str, Any],
+        used: npt.NDArray[np.uint8],
+    ) -> None:
+        """Start to save what `step` optimizer steps made; returns once it is copied to host memory.
+
+        about: JSON that `read_about` gives back, with the model's description under "model". used: any array.
+        Raises what went wrong with the save before.
+        """
+        self.wait()
+        name = f"step-{step:08d}"
+        partial = self.folder / f".{name}"
+        if self.world.is_first:
+            partial.mkdir(exist_ok=True)
+            text = json.dumps({"format": FORMAT, "step": step, "torch": torch.__version__, **about}, indent=1)
+            files.replace(partial / _ABOUT, text.encode())
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {
+            "model": model_state,
+            "optimizer": optimizer_state,
+            "used": torch.from_numpy(used),
+            **_random_state(self.world.rank),
+        }
+        self._saving = cast("Future[Any]", dcp.async_save(state, checkpoint_id=partial, process_group=self._group))
+        if self.world.is_first:
+            self._committed.clear()
+            self._saving.add_done_callback(lambda done: self._commit(done, partial, name))
+
+    def _commit(self, done: Future[Any], partial: Path, name: str) -> None:
+        """On the first rank, once all have written: make it visible, then the newest, then remove old ones."""
+        try:
+            done.result()
+            final = self.folder / name
+            if final.exists():  # written before a return to an older one
+                shutil.rmtree(final)
+            os.replace(partial, final)
+            _sync_folder(self.folder)
+            files.replace(self.folder / _LATEST, f"{name}\n".encode())
+            for old in [p for p in self._complete() if p.name != name][: -(self.keep - 1) or None]:
+                shutil.rmtree(old)
+        except BaseException as error:  # runs in a thread: `wait` raises it where it is seen
+            self._failure = error
+        finally:
+            self._committed.set()
+
+    def wait(self) -> None:
+        """Wait until a save under way is complete. Raises what went wrong with it."""
+        if self._saving is None:
+            return
+        self._saving.result()
+        if self.world.is_first:
+            self._committed.wait()  # a future wakes its waiters before it calls back
+        self._saving = None
+        dist.barrier(self._group)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def read_about(self, path: Path, model: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint is of. Raises CheckpointError for an unreadable one, or of another model than `model`."""
+        try:
+            about = json.loads((path / _ABOUT).read_text())
+            version, of = about["format"], about["model"]
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
+        if version != FORMAT:
+            raise CheckpointError(f"{path} has checkpoint format {version}, this reads {FORMAT}")
+        different = [f"{k} {of.get(k)} (here {model.get(k)})" for k in {**of, **model} if of.get(k) != model.get(k)]
+        if different:
+            raise CheckpointError(
+                f"{path} is of another model: {', '.join(different)}; give the same model, or another folder"
+            )
+        return about
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, used_bytes: int) -> npt.NDArray[Any]:
+        """Load model, optimizer and random state in place, on any number of ranks; returns `used`, [2, used_bytes].
+
+        A rank that the interrupted run did not have keeps its own random state.
+        Raises CheckpointError for files that are missing or damaged.
+        """
+        try:
+            metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            random = {k: v for k, v in _random_state(self.world.rank).items() if k in metadata}
+            used = torch.zeros(2, used_bytes, dtype=torch.uint8)
+            state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "used": used, **random}
+            dcp.load(state, checkpoint_id=path, process_group=self._group)
+            set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state["optimizer"])
+        except (CheckpointException, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            reason = " ".join(str(error).split())[-300:]
+            raise CheckpointError(
+                f"{path} is damaged: {type(error).__name__}: {reason}; remove that folder to go on from the one before"
+            ) from error
+        _set_random_state(self.world.rank, random)
+        return used.numpy()
+
+
+def _random_state(rank: int) -> dict[str, Tensor]:
+    """This rank's generators, under keys of its own."""
+    state = {f"random.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(rank: int, state: dict[str, Tensor]) -> None:
+    if (cpu := state.get(f"random.cpu.{rank}")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := state.get(f"random.cuda.{rank}")) is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

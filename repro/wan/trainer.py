@@ -1,0 +1,98 @@
+"""The training loop: deal a step, take it, log it, save now and then; and where to go on after an interruption."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from repro.balance.models import ModelSize
+from repro.wan.checkpointing import Checkpoints
+from repro.wan.engine import Engine
+from repro.wan.epochs import DealtStep, Epochs
+from repro.wan.log import LoggedStep, RunLog
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, in optimizer steps. save_every: between checkpoints; the last step is always saved."""
+
+    steps: int
+    save_every: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Trainer:
+    """Everything a run consists of, on one rank.
+
+    size: for counting FLOPs. about: the model's description, which a checkpoint must match to be resumed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        epochs: Epochs,
+        checkpoints: Checkpoints,
+        size: ModelSize,
+        about: Mapping[str, Any],
+        length: Length,
+    ) -> None:
+        self.engine, self.epochs, self.checkpoints = engine, epochs, checkpoints
+        self.size, self.about, self.length = size, dict(about), length
+        self.step = 0
+
+    def resume(self) -> list[str]:
+        """Go on from the newest checkpoint, where there is one; returns what people should know, a line each.
+
+        Raises CheckpointError, and ResumeError for another corpus.
+        """
+        path = self.checkpoints.newest()
+        if path is None:
+            return []
+        about = self.checkpoints.read_about(path, self.about)
+        # The corpus is checked before anything is loaded: its size is that of the mask of used samples.
+        self.epochs.check_corpus(about["sampler"])
+        width = -(-self.epochs.corpus.samples // 8)
+        used = self.checkpoints.load(path, self.engine.model, self.engine.optimizer, width)
+        self.step = int(about["step"])
+        return [f"resumed from {path} after {self.step} steps", *self.epochs.resume(about["sampler"], used)]
+
+    def run(self, log: RunLog | None) -> None:
+        """Train until `length.steps`; log: on the first rank.
+
+        Raises NonFiniteLoss; checkpoints that are being written are completed first, whatever ends the run.
+        """
+        try:
+            began = time.perf_counter()
+            if self.step < self.length.steps:
+                for dealt in self.epochs:
+                    epoch_tokens = dealt.tokens[:, self.engine.world.rank].tolist()
+                    result = self.engine.step(self.step, dealt.micro_batches, epoch_tokens, dealt.epoch)
+                    now = time.perf_counter()
+                    if log is not None:
+                        log.step(LoggedStep(self.step, dealt.epoch, now - began, model_flops(self.size, dealt), result))
+                    began = now
+                    self.step += 1
+                    if self.step % self.length.save_every == 0 or self.step == self.length.steps:
+                        self.save()
+                    if self.step == self.length.steps:
+                        break
+        finally:
+            self.checkpoints.wait()
+
+    def save(self) -> None:
+        """Start to save the run as it stands."""
+        about = {"model": self.about, "sampler": self.epochs.state()}
+        self.checkpoints.save(self.step, self.engine.model, self.engine.optimizer, about, self.epochs.used())
+
+
+def model_flops(size: ModelSize, dealt: DealtStep) -> float:
+    """FLOPs of a step's samples on all ranks: three times the forward pass of the blocks, recomputation not counted."""
+    return 3 * size.layers * float(np.sum(size.forward_flops(dealt.batch, dealt.tokens)))
