@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from repro.balance.types import MicroBatch
 from repro.corpus.shapes import Corpus, Shape, Tokenizer
+from repro.wan import synthetic
 from repro.wan.config import WanConfig
 from repro.wan.model import WanModel
 from repro.wan.objective import FlowMatching
@@ -53,6 +54,11 @@ class TestSynthetic:
         assert PROMPT_WORDS[0] <= lengths.min() < lengths.max() <= PROMPT_WORDS[1]
         assert torch.equal(words, torch.arange(512) < lengths[:, None]), "zero exactly after the end"
 
+    def test_prompts_have_the_length_drawn(self, monkeypatch):
+        monkeypatch.setattr(synthetic, "PROMPT_WORDS", (5, 5))
+        text = SyntheticSamples(corpus()).fetch(SHAPES[0], [0], "cpu").text[0]
+        assert text.any(-1).nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+
     def test_latents_can_be_told_from_noise(self):
         latents = SyntheticSamples(corpus()).fetch(SHAPES[1], [1], "cpu").latents[0]
         neighbours = torch.corrcoef(torch.stack((latents[..., 0, 0].flatten(), latents[..., 1, 1].flatten())))[0, 1]
@@ -77,7 +83,7 @@ def write(folder, shard_bytes=200_000):
     written = []
     with ShardWriter(folder, "made", "test", shard_bytes) as writer:
         for i in range(9):
-            shape = SHAPES[2 - i % 3]
+            shape = SHAPES[(2 + i) % 3]
             latents = rng.standard_normal((16, *Tokenizer().latent(shape))).astype(np.float16)
             text = rng.standard_normal((3 + i, 4096)).astype(np.float16)
             assert writer.add(shape, latents, text, {"caption": f"number {i}"}) == i
@@ -102,7 +108,7 @@ class TestShards:
                 words = len(written[i][2])
                 assert np.array_equal(samples.text[place, :words].numpy(), written[i][2])
                 assert not samples.text[place, words:].any()
-        assert source.read(4)["facts"] == {"shape": "5x32x32", "caption": "number 4"}
+        assert source.read(4)["facts"] == {"shape": str(written[4][0]), "caption": "number 4"}
 
     def test_wids_reads_the_same_index(self, tmp_path, capsys):
         from wids.wids import ShardListDataset
