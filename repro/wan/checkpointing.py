@@ -61,7 +61,7 @@ class Checkpoints:
         dist.barrier(self._group)
 
     def newest(self) -> Path | None:
-        """The checkpoint to go on from, the same on every rank: what `latest` names, or else the newest complete one."""
+        """The checkpoint to go on from, on every rank the same: what `latest` names, or else the newest one."""
         found: list[str | None] = [None]
         if self.world.is_first:
             named = self.folder / _LATEST
@@ -131,7 +131,6 @@ class Checkpoints:
         if self.world.is_first:
             self._committed.wait()  # a future wakes its waiters before it calls back
         self._saving = None
-        dist.barrier(self._group)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

@@ -6,7 +6,7 @@ R * sum(w_i * l_i), and FSDP averages over R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -122,8 +122,8 @@ class StepResult:
 class Engine:
     """A model sharded over the ranks, its optimizer, and the step that both take.
 
-    model: sharded in place. Either on the meta device, to be given memory and values before the first step, or with
-    its values in place, the same on every rank.
+    model: sharded in place; with its values there, the same on every rank, or on the meta device. materialize: gives a
+    meta model, once sharded, its memory and values, so that the whole never exists anywhere.
     """
 
     def __init__(
@@ -133,10 +133,13 @@ class Engine:
         parallelism: Parallelism,
         settings: OptimizerSettings,
         world: World,
+        materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.losses, self.parallelism, self.settings, self.world = losses, parallelism, settings, world
         self.clock = WaitClock(world.device)
         parallelize(model, parallelism, world, self.clock)
+        if materialize is not None:
+            materialize(model)
         self.model = model
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),

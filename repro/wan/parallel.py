@@ -95,13 +95,21 @@ def join(device_type: str | None = None) -> World:
     device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        bound = device if kind == "cuda" else None
         if "RANK" in os.environ:
-            dist.init_process_group(backend, device_id=bound)
+            dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     size = dist.get_world_size()
     return World(dist.get_rank(), size, device, init_device_mesh(kind, (size,)))
+
+
+def agree(world: World, what: str, value: str) -> None:
+    """Compare `value` over the ranks. Raises WorldError, on all of them, where it differs."""
+    values: list[str | None] = [None] * world.size
+    dist.all_gather_object(values, value)
+    different = sorted({str(v) for v in values})
+    if len(different) > 1:
+        raise WorldError(f"ranks differ in their {what} ({', '.join(different)}): run the same program and data on all")
 
 
 def leave() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from repro.balance.models import ModelSize
 from repro.wan.checkpointing import Checkpoints
 from repro.wan.engine import Engine
 from repro.wan.epochs import DealtStep, Epochs
-from repro.wan.log import LoggedStep, RunLog
+from repro.wan.log import LoggedStep
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,19 @@ class Length:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
+class StepLog(Protocol):
+    """Is told of every step; `repro.wan.log.RunLog` for people."""
+
+    def step(self, logged: LoggedStep) -> None:
+        """One more step is done."""
+        ...
+
+
 class Trainer:
     """Everything a run consists of, on one rank.
 
-    size: for counting FLOPs. about: the model's description, which a checkpoint must match to be resumed.
+    size: for counting FLOPs. about: the model's description, which a checkpoint must match to be resumed. options: what
+    else a run is made with; a resumed run says where it differs.
     """
 
     def __init__(
@@ -43,9 +54,10 @@ class Trainer:
         size: ModelSize,
         about: Mapping[str, Any],
         length: Length,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.engine, self.epochs, self.checkpoints = engine, epochs, checkpoints
-        self.size, self.about, self.length = size, dict(about), length
+        self.size, self.about, self.length, self.options = size, dict(about), length, dict(options or {})
         self.step = 0
 
     def resume(self) -> list[str]:
@@ -62,34 +74,40 @@ class Trainer:
         width = -(-self.epochs.corpus.samples // 8)
         used = self.checkpoints.load(path, self.engine.model, self.engine.optimizer, width)
         self.step = int(about["step"])
-        return [f"resumed from {path} after {self.step} steps", *self.epochs.resume(about["sampler"], used)]
+        then = about["options"]
+        changed = [f"{k}: {then.get(k)} -> {v}" for k, v in self.options.items() if then.get(k) != v]
+        dealt = self.epochs.resume(about["sampler"], used)
+        return [f"resumed from {path} after {self.step} steps", *changed, *dealt]
 
-    def run(self, log: RunLog | None) -> None:
+    def run(self, log: StepLog | None) -> None:
         """Train until `length.steps`; log: on the first rank.
 
-        Raises NonFiniteLoss; checkpoints that are being written are completed first, whatever ends the run.
+        Raises NonFiniteLoss; a checkpoint that is being written is completed first, whatever ends the run.
         """
         try:
-            began = time.perf_counter()
-            if self.step < self.length.steps:
-                for dealt in self.epochs:
-                    epoch_tokens = dealt.tokens[:, self.engine.world.rank].tolist()
-                    result = self.engine.step(self.step, dealt.micro_batches, epoch_tokens, dealt.epoch)
-                    now = time.perf_counter()
-                    if log is not None:
-                        log.step(LoggedStep(self.step, dealt.epoch, now - began, model_flops(self.size, dealt), result))
-                    began = now
-                    self.step += 1
-                    if self.step % self.length.save_every == 0 or self.step == self.length.steps:
-                        self.save()
-                    if self.step == self.length.steps:
-                        break
-        finally:
-            self.checkpoints.wait()
+            self._loop(log)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what ended the run is what its user must read
+                self.checkpoints.wait()
+            raise
+        self.checkpoints.wait()
+
+    def _loop(self, log: StepLog | None) -> None:
+        began = time.perf_counter()
+        for dealt in itertools.islice(self.epochs, max(0, self.length.steps - self.step)):
+            tokens = dealt.tokens[:, self.engine.world.rank].tolist()
+            result = self.engine.step(self.step, dealt.micro_batches, tokens, dealt.epoch)
+            now = time.perf_counter()
+            if log is not None:
+                log.step(LoggedStep(self.step, dealt.epoch, now - began, model_flops(self.size, dealt), result))
+            began = now
+            self.step += 1
+            if self.step % self.length.save_every == 0 or self.step == self.length.steps:
+                self.save()
 
     def save(self) -> None:
         """Start to save the run as it stands."""
-        about = {"model": self.about, "sampler": self.epochs.state()}
+        about = {"model": self.about, "options": self.options, "sampler": self.epochs.state()}
         self.checkpoints.save(self.step, self.engine.model, self.engine.optimizer, about, self.epochs.used())
 
 

@@ -102,8 +102,8 @@ def train_and_keep(folder: Path, steps: int) -> None:
 
 
 def _arm(folder: Path, killed: str) -> None:
-    """Kill this process at its n-th renaming to a path in `folder` (`before latest 2`, `after latest 2`), or at its n-th
-    call for losses (`during step 5`).
+    """Kill this process at its n-th renaming to a path in `folder` (`before latest 2`, `after latest 2`), or at the
+    n-th call for losses (`during step 5`).
     """
     if not killed:
         return

@@ -1,0 +1,235 @@
+"""The reference trainer.
+
+    torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --steps 1000 --out runs/first
+    python -m repro.train --model tiny --corpus tiny --m-mem 256 --steps 20 --out runs/tiny     # one process, any CPU
+
+The same command goes on where an interrupted run stopped. Exit codes of a rank: 0 done, 1 a loss was not finite, 2
+nothing to train with (one line says why; --debug shows the traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from rich.console import Console
+
+from repro.balance.models import ModelSize
+from repro.balance.schedule import Layout
+from repro.balance.types import Protocols, Sync, Weighting
+from repro.corpus import mixes
+from repro.measure.machine import read_machine
+from repro.records import Store
+from repro.wan import batching, peaks
+from repro.wan.batching import MODES, BatchLimits
+from repro.wan.checkpointing import Checkpoints
+from repro.wan.config import WanConfig
+from repro.wan.convert import load_diffusers
+from repro.wan.engine import Engine, NonFiniteLoss, OnNonFinite, OptimizerSettings
+from repro.wan.epochs import Epochs
+from repro.wan.log import RunLog
+from repro.wan.model import WanModel
+from repro.wan.objective import Draw, FlowMatching
+from repro.wan.parallel import Checkpointing, Compute, Parallelism, World, WorldError, agree, join, leave
+from repro.wan.samples import FlowLosses, SampleSource
+from repro.wan.shards import ShardedSamples
+from repro.wan.synthetic import SyntheticSamples
+from repro.wan.trainer import Length, Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(context_settings={"max_content_width": 100})
+def main(
+    model: Annotated[str, typer.Option(help="tiny, wan-1.3b or wan-14b")] = "wan-1.3b",
+    layers: Annotated[int | None, typer.Option(min=1, help="another depth than the model's")] = None,
+    init: Annotated[Path | None, typer.Option(help="folder of weights in Diffusers' format; else random")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder of encoded samples (repro.wan.make_corpus)")] = None,
+    corpus: Annotated[str, typer.Option(help="made-up samples of this mix of shapes, where there is no --data")] = (
+        "wan-uniform"
+    ),
+    samples: Annotated[int, typer.Option(min=1, help="of the made-up corpus")] = 100_000,
+    mode: Annotated[str, typer.Option(help="baseline, adaptiveload or balanced: policy and AdaLN")] = "balanced",
+    policy: Annotated[str | None, typer.Option(help="batch policy, if not the mode's")] = None,
+    adaln: Annotated[str | None, typer.Option(help="AdaLN implementation, if not the mode's")] = None,
+    m_mem: Annotated[int, typer.Option(min=1, help="tokens a micro-batch may hold")] = mixes.TOKEN_BUDGET,
+    token_budget: Annotated[int | None, typer.Option(min=1, help="equal-token's, if below M_mem")] = None,
+    m_comp: Annotated[float | None, typer.Option(min=1, help="of the dual constraint; else from costs")] = None,
+    p: Annotated[float | None, typer.Option(min=0.1, help="exponent of the dual constraint; else from costs")] = None,
+    costs: Annotated[str | None, typer.Option(help="device whose step times to use, if not this one's")] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, help="a step and rank")] = 1,
+    protocol: Annotated[str, typer.Option(help="matched (samples a step) or as_published")] = "matched",
+    weighting: Annotated[str, typer.Option(help="sample (exact) or batch_mean")] = "sample",
+    sync: Annotated[str, typer.Option(help="micro_batch (full sharding) or step: where ranks meet")] = "micro_batch",
+    checkpointing: Annotated[str, typer.Option(help="of activations: none, selective or full")] = "full",
+    compile_blocks: Annotated[bool, typer.Option("--compile", help="each transformer block")] = False,
+    compute: Annotated[str | None, typer.Option(help="bf16 or master (fp32); else bf16 on GPUs")] = None,
+    lr: Annotated[float, typer.Option(help="after warm-up")] = 1e-4,
+    warmup: Annotated[int, typer.Option(min=0, help="steps of linear warm-up")] = 100,
+    clip: Annotated[float, typer.Option(help="norm of the gradient")] = 1.0,
+    weight_decay: Annotated[float, typer.Option(min=0, help="of AdamW")] = 0.01,
+    on_nonfinite: Annotated[str, typer.Option(help="loss or gradient: stop, or skip the update")] = "stop",
+    draw: Annotated[str, typer.Option(help="of noise levels: logit_normal or uniform")] = "logit_normal",
+    shift: Annotated[float, typer.Option(help="of noise levels towards noise")] = 3.0,
+    seed: Annotated[int, typer.Option(help="of weights, order, noise")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps of the whole run")] = 1000,
+    save_every: Annotated[int, typer.Option(min=1, help="steps")] = 500,
+    keep: Annotated[int, typer.Option(min=1, help="checkpoints")] = 2,
+    out: Annotated[Path, typer.Option(help="folder of the run: checkpoints, steps.csv")] = Path("runs/wan"),
+    log_every: Annotated[int, typer.Option(min=1, help="steps between lines without a terminal")] = 10,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write its event files too")] = False,
+    ranks: Annotated[int | None, typer.Option(min=1, help="refuse to run on any other number")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; else GPUs where there are any")] = None,
+    results: Annotated[Path, typer.Option(help="folder of results", show_default=False)] = ROOT / "results",
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+) -> None:
+    """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
+
+    \b
+    torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
+    torchrun --nproc-per-node 8 -m repro.train --mode baseline --adaln fused --sync step
+    """  # noqa: D301 - click reads the backspace: keep these lines
+    running, code = False, 0
+    try:
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        config = WanConfig.preset(model, layers)
+        parallelism = Parallelism(
+            cast(Sync, sync),
+            cast(Checkpointing, checkpointing),
+            compile_blocks,
+            cast(Compute, compute or ("bf16" if device != "cpu" and torch.cuda.is_available() else "master")),
+        )
+        optimizer = OptimizerSettings(
+            lr=lr, weight_decay=weight_decay, warmup=warmup, clip=clip, on_nonfinite=cast(OnNonFinite, on_nonfinite)
+        )
+        flow = FlowMatching(cast(Draw, draw), shift, seed=seed)
+        source = _source(data, corpus, samples, seed)
+        world = join(device)
+        _check_world(world, ranks, source)
+        chosen = policy or MODES[mode].policy
+        form = adaln or MODES[mode].adaln
+        slug = costs or read_machine(None if world.device.type == "cuda" else 0).slug
+        found = batching.find_costs(Store(results), slug, config.size, form, source.corpus)
+        rule = batching.make_policy(chosen, found, source.corpus, BatchLimits(m_mem, token_budget, m_comp, p))
+        layout = Layout(world.size, m_mem, micro_batches, parallelism.sync, cast(Protocols, protocol))
+        epochs = Epochs(rule, source.corpus, layout, world.rank, seed, cast(Weighting, weighting))
+        lines = [
+            f"{config.size.name}, {config.size.layers} layers, {config.size.parameters:,} parameters, {form} AdaLN, on "
+            f"{world.size} x {_device_name(world)}",
+            f"{chosen} over {source.corpus.name} ({source.corpus.source}); costs: {found.source}",
+            *batching.batch_table(rule, source.corpus),
+            epochs.report(),
+        ]
+        agree(world, "schedule", str(epochs.sampler.state_dict(0)["schedule"]))
+        console = Console(highlight=False, soft_wrap=True)
+        if world.is_first:
+            console.print("\n".join(lines), markup=False)
+        checkpoints = Checkpoints(out / "checkpoints", world, keep)
+        if (newest := checkpoints.newest()) is not None:  # refused before the model takes any memory
+            checkpoints.read_about(newest, _about(config.size))
+        engine = _engine(
+            config, form, FlowLosses(source, flow, world.device), parallelism, optimizer, world, init, seed
+        )
+        options = {"adaln": form, "lr": lr, "compute": parallelism.compute, "seed": seed, "draw": draw, "shift": shift}
+        trainer = Trainer(
+            engine, epochs, checkpoints, config.size, _about(config.size), Length(steps, save_every), options
+        )
+        notes = trainer.resume()
+        log = None
+        if world.is_first:
+            peak = peaks.peak_flops(_device_name(world))
+            log = RunLog(out, trainer.step, steps, peak, console, log_every, tensorboard)
+            log.say(notes)
+        running = True
+        try:
+            trainer.run(log)
+        finally:
+            if log is not None:
+                log.close()
+    except NonFiniteLoss as error:  # on all ranks alike
+        _tell(error, debug, every_rank=False)
+        running, code = False, 1
+    except (ValueError, OSError) as error:
+        _tell(error, debug, every_rank=running)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    if not (running and code):  # else others may be waiting for this rank, and it must not wait for them
+        leave()
+    if code:
+        raise typer.Exit(code)
+
+
+def _source(data: Path | None, corpus: str, samples: int, seed: int) -> SampleSource:
+    """Encoded samples on disk, or made-up ones. Raises ValueError for an unknown corpus, and as `ShardedSamples`."""
+    if data is not None:
+        return ShardedSamples(data)
+    if corpus == "tiny":
+        return SyntheticSamples(batching.tiny_corpus(samples), seed)
+    if corpus not in mixes.names():
+        raise ValueError(f"corpus must be tiny or one of {', '.join(mixes.names())}, got {corpus!r}")
+    return SyntheticSamples(mixes.named(corpus, samples), seed)
+
+
+def _check_world(world: World, ranks: int | None, source: SampleSource) -> None:
+    """Raise WorldError where the ranks that were started are not those asked for, or more than there are samples."""
+    if ranks is not None and ranks != world.size:
+        raise WorldError(
+            f"--ranks {ranks}, but {world.size} were started: match torchrun's --nnodes x --nproc-per-node"
+        )
+    if world.size > source.corpus.samples:
+        raise WorldError(
+            f"{world.size} ranks, but {source.corpus.name} has {source.corpus.samples} samples: start fewer"
+        )
+
+
+def _engine(
+    config: WanConfig,
+    adaln: str,
+    losses: FlowLosses,
+    parallelism: Parallelism,
+    optimizer: OptimizerSettings,
+    world: World,
+    init: Path | None,
+    seed: int,
+) -> Engine:
+    """The engine around a model that is made of shards from the start."""
+
+    def materialize(model: torch.nn.Module) -> None:
+        assert isinstance(model, WanModel)
+        model.to_empty(device=world.device)
+        if init is None:
+            model.reset_parameters(seed)
+        else:
+            load_diffusers(model, init)
+
+    with torch.device("meta"):
+        model = WanModel(config, adaln)
+    return Engine(model, losses, parallelism, optimizer, world, materialize)
+
+
+def _about(size: ModelSize) -> dict[str, Any]:
+    return {"name": size.name, "dim": size.dim, "ffn": size.ffn, "heads": size.heads, "layers": size.layers}
+
+
+def _device_name(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+
+
+def _tell(error: Exception, debug: bool, every_rank: bool) -> None:
+    """Say what went wrong, on every rank or once on each machine."""
+    if debug:
+        raise error
+    if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        typer.echo(f"error: {rank}{' '.join(str(error).split())}", err=True)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m repro.train")

@@ -1,0 +1,138 @@
+"""From a corpus and a few options to a batch policy: costs from this GPU's measurements where there are any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from repro.balance import limits, policies
+from repro.balance.cost import UNIT, PowerCost, QuadraticCost, Range
+from repro.balance.fit import measured_cost
+from repro.balance.models import TEXT_TOKENS, ModelSize
+from repro.balance.policies import Policy
+from repro.corpus.mixes import TOKEN_BUDGET
+from repro.corpus.shapes import Corpus, Shape, Tokenizer
+from repro.plan_file import one_device
+from repro.records import Store
+
+NOMINAL_FLOPS = 1e15
+"""What `flop_costs` divide by; policies compare costs, so its value changes nothing."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A policy with an AdaLN implementation."""
+
+    policy: str
+    adaln: str
+
+
+MODES = {
+    "baseline": Mode("equal_token", "eager"),
+    "adaptiveload": Mode("dual_constraint", "fused"),
+    "balanced": Mode("balanced", "fused"),
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """power: the form of the paper's rule. quadratic: for every other policy. source: where they come from."""
+
+    power: PowerCost
+    quadratic: QuadraticCost
+    source: str
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """m_mem: tokens of the largest micro-batch. token_budget: equal-token's, None for m_mem. m_comp, p: of the paper's
+    rule, None for what costs give: the power of the cost, and the longest bucket's batch within the token budget.
+    """
+
+    m_mem: int = TOKEN_BUDGET
+    token_budget: int | None = None
+    m_comp: float | None = None
+    p: float | None = None
+
+
+def make_policy(name: str, costs: Costs, corpus: Corpus, given: BatchLimits) -> Policy:
+    """The policy called `name` for the corpus.
+
+    Raises ValueError for an unknown name or a sample that exceeds the memory limit.
+    """
+    if name not in policies.NAMES:
+        raise ValueError(f"policy must be one of {', '.join(policies.NAMES)}, got {name!r}")
+    p = costs.power.p if given.p is None else given.p
+    m_comp, budget = given.m_comp, given.token_budget or given.m_mem
+    if m_comp is None and name.startswith("dual_constraint"):
+        longest = limits.choose(costs.power, corpus.tokens[corpus.counts > 0], budget)
+        m_comp = longest.m_comp / float(corpus.tokens[corpus.counts > 0].max()) ** (longest.p - p)
+    return policies.make(
+        name,
+        m_mem=given.m_mem,
+        cost=costs.quadratic,
+        token_budget=given.token_budget,
+        m_comp=m_comp,
+        p=p,
+        quadratic=UNIT * costs.quadratic.b / costs.quadratic.c if costs.quadratic.c else float("inf"),
+    )
+
+
+def find_costs(store: Store, device: str, size: ModelSize, adaln: str, corpus: Corpus) -> Costs:
+    """Costs measured on `device` (a slug) where `store` has them, else by FLOPs; `source` says which."""
+    rows = store.rows("block_time", one_device(device), "full")
+    try:
+        if rows.empty:
+            raise ValueError(f"no step times of {one_device(device)}")
+        power = cast(PowerCost, measured_cost(rows, size.name, adaln, "power"))
+        quadratic = cast(QuadraticCost, measured_cost(rows, size.name, adaln, "quadratic"))
+    except ValueError as error:
+        return flop_costs(size, corpus, str(error))
+    scaled = power.scaled(size.layers).extrapolating(), quadratic.scaled(size.layers).extrapolating()
+    return Costs(*scaled, source=f"step times measured on {one_device(device)}")
+
+
+def flop_costs(size: ModelSize, corpus: Corpus, reason: str) -> Costs:
+    """Costs proportional to FLOPs of the blocks; the power is fitted to them over the corpus' lengths."""
+    d, f = size.dim, size.ffn
+    tokens = corpus.tokens[corpus.counts > 0].astype(np.float64)
+    common: dict[str, Any] = {
+        "layers": size.layers,
+        "measured_layers": 1,
+        "range": Range((1, int(tokens.max())), int(tokens.max())),
+        "extrapolate": True,
+        "source": "FLOPs",
+    }
+    scale = 4 / NOMINAL_FLOPS  # forward, backward of twice the size, recomputation
+    quadratic = QuadraticCost(
+        a=0.0,
+        b=scale * UNIT * (12 * d * d + 4 * d * f + 4 * TEXT_TOKENS * d),
+        c=scale * UNIT**2 * 4 * d,
+        d=scale * 4 * d * d * TEXT_TOKENS,
+        **common,
+    )
+    seconds = quadratic.seconds(1, tokens) / size.layers
+    p = float(np.polyfit(np.log(tokens), np.log(seconds), 1)[0]) if np.unique(tokens).size > 1 else 1.0
+    power = PowerCost(a=0.0, b=float(seconds.max() / (tokens.max() / UNIT) ** p), p=p, **common)
+    return Costs(power, quadratic, f"FLOPs ({reason})")
+
+
+def batch_table(policy: Policy, corpus: Corpus) -> list[str]:
+    """The corpus' buckets with samples under `policy`, a line each."""
+    used = np.flatnonzero(corpus.counts)
+    sizes: npt.NDArray[np.int64] = policy.batch_sizes(corpus.tokens[used])
+    return [
+        f"  {corpus.shapes[k]!s:>12}  {corpus.tokens[k]:>7,} tokens  {corpus.counts[k]:>9,} samples  batch {b:,}"
+        for k, b in zip(used, sizes, strict=True)
+    ]
+
+
+def tiny_corpus(samples: int) -> Corpus:
+    """Images and clips of a few tokens, for trying things out on a CPU; equally many of each."""
+    shapes = (Shape(1, 32, 32), Shape(1, 64, 64), Shape(5, 64, 64), Shape(9, 64, 96), Shape(17, 96, 96))
+    tokens = np.array([Tokenizer().tokens(s) for s in shapes], dtype=np.int64)
+    bucket_of = np.random.default_rng(0).permutation(np.arange(samples) % len(shapes)).astype(np.int32)
+    return Corpus("tiny", "five small shapes, equally often", shapes, tokens, bucket_of)

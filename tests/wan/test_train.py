@@ -1,0 +1,138 @@
+"""`python -m repro.train` end to end on CPUs: alone, under torchrun, on two nodes, and with what it must refuse."""
+
+from __future__ import annotations
+
+import csv
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from repro import train
+from repro.corpus.shapes import Shape, Tokenizer
+from repro.wan.log import COLUMNS
+from repro.wan.shards import ShardWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--model", "tiny", "--layers", "1", "--corpus", "tiny", "--samples", "60", "--m-mem", "256", "--device", "cpu"]
+MODES = {"baseline": "equal_token over", "adaptiveload": "dual_constraint over", "balanced": "balanced over"}
+
+
+def run(out, *options):
+    return CliRunner().invoke(train.app, [*TINY, "--out", str(out), *options])
+
+
+def rows(out):
+    with (out / "steps.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_trains_and_logs(tmp_path, mode):
+    done = run(tmp_path, "--mode", mode, "--steps", "3", "--log-every", "1")
+    assert done.exit_code == 0, done.output
+    assert MODES[mode] in done.output and "costs: FLOPs (no step times of cpu-" in done.output
+    assert ("eager AdaLN" if mode == "baseline" else "fused AdaLN") in done.output
+    assert "step 2  loss" in done.output and "MFU unknown" in done.output and "left 0:00:00" in done.output
+    logged = rows(tmp_path)
+    assert [r["step"] for r in logged] == ["0", "1", "2"] and tuple(logged[0]) == COLUMNS
+    assert all(int(r["tokens"]) <= 256 and r["peak_memory_bytes"] == "" for r in logged)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000003\n"
+
+
+def test_policy_and_adaln_are_chosen_one_by_one_and_the_same_command_goes_on(tmp_path):
+    assert run(tmp_path, "--policy", "equal_time", "--adaln", "eager", "--steps", "2").exit_code == 0
+    again = run(tmp_path, "--policy", "longest_first", "--adaln", "wan", "--steps", "4")
+    assert again.exit_code == 0, again.output
+    for told in ("after 2 steps", "adaln: eager -> wan", "policy: equal_time -> longest_first", "dealt anew"):
+        assert told in again.output
+    assert [r["step"] for r in rows(tmp_path)] == ["0", "1", "2", "3"]
+    assert run(tmp_path, "--steps", "4", "--policy", "longest_first").exit_code == 0, "nothing left to do is no error"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "wan-2b"], "model must be one of wan-1.3b, wan-14b, tiny, got 'wan-2b'"),
+        (["--mode", "fast"], "mode must be one of baseline, adaptiveload, balanced, got 'fast'"),
+        (["--policy", "fair"], "policy must be one of"),
+        (["--adaln", "magic"], "magic"),
+        (["--corpus", "laion"], "corpus must be tiny or one of"),
+        (["--sync", "never"], "sync must be one of step, micro_batch, got 'never'"),
+        (["--lr", "-1"], "lr must be positive, got -1"),
+        (["--ranks", "3"], "--ranks 3, but 1 were started"),
+        (["--m-mem", "100"], "exceeds the memory limit of 100 tokens"),
+        (["--data", "nowhere"], "nowhere"),
+        (["--init", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_ends_before_the_first_step(tmp_path, options, message):
+    done = run(tmp_path, "--steps", "1", *options)
+    assert done.exit_code == 2 and "error: " in done.output and message in done.output.replace("\n", " ")
+    assert "Traceback" not in done.output and not (tmp_path / "steps.csv").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path):
+    assert run(tmp_path, "--steps", "1").exit_code == 0
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    done = run(tmp_path, "--steps", "2", "--layers", "2")
+    assert done.exit_code == 2 and "another model: layers 1 (here 2)" in done.output.replace("\n", " ")
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_encoded_samples_on_disk_are_trained_on_and_a_corrupt_shard_is_refused(tmp_path):
+    rng, data = np.random.default_rng(0), tmp_path / "data"
+    with ShardWriter(data, "small", "test") as writer:
+        for i in range(12):
+            shape = (Shape(1, 32, 32), Shape(5, 32, 48))[i % 2]
+            latents = rng.normal(size=(16, *Tokenizer().latent(shape)))
+            writer.add(shape, latents, rng.normal(size=(3, 4096)))
+    done = run(tmp_path / "run", "--data", str(data), "--m-mem", "24", "--steps", "2")
+    assert done.exit_code == 0 and "small (test)" in done.output, done.output
+    shard = next(data.glob("*.tar"))
+    content = bytearray(shard.read_bytes())
+    content[2000] ^= 1
+    shard.write_bytes(content)
+    done = run(tmp_path / "other", "--data", str(data), "--m-mem", "24", "--steps", "2")
+    assert done.exit_code == 2 and "is corrupt" in done.output and not (tmp_path / "other").exists()
+
+
+def torchrun(out, *agent, options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", *agent, "-m", "repro.train", *TINY, "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *options],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def test_two_nodes_meet_at_one_rendezvous(tmp_path):
+    """Two torchrun agents, as on two machines, and two ranks each; then one alone is told that ranks are missing."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    agents = [
+        torchrun(
+            tmp_path,
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"),
+            *("--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"),
+            options=("--ranks", "2", "--steps", "3", "--save-every", "2", "--micro-batches", "2", "--log-every", "1"),
+        )
+        for _ in range(2)
+    ]
+    outputs = [agent.communicate(timeout=200)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sum("step 2  loss" in output for output in outputs) == 1, "only the first rank speaks"
+    logged = rows(tmp_path)
+    assert [(r["step"], r["rank"]) for r in logged] == [(str(s), str(k)) for s in range(3) for k in range(2)]
+    assert len({(r["step"], r["loss"]) for r in logged}) == 3, "a loss is the step's, not the rank's"
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000003\n"
