@@ -4,8 +4,8 @@ Columns: impl, form, dtype, batch, tokens, dim as in every kernel suite. Inputs 
 shift and scale float32, strided [B, 1, D].
 
 Metrics: nodes (autograd nodes between y and the leaves, gradient accumulators left out), launches_forward and
-launches_backward (kernels, copies and fills of one call; CUDA only: a CPU launches nothing). All are exact counts. Two of
-`compile`'s nodes are the views that `repro.adaln.get_impl` takes of shift and scale.
+launches_backward (kernels, copies and fills of one call; CUDA only: a CPU launches nothing). All are exact counts.
+Two of `compile`'s nodes are the views that `repro.adaln.get_impl` takes of shift and scale.
 """
 
 from __future__ import annotations
