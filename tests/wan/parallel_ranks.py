@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from repro.balance.types import MicroBatch
-from repro.wan.engine import Engine, OptimizerSettings
+from repro.wan.engine import Engine, NonFiniteLoss, OptimizerSettings
 from repro.wan.parallel import Parallelism, join
 from tests.wan import standin
 
@@ -47,6 +49,33 @@ def plain_losses(ranks: int) -> list[float]:
         optimizer.zero_grad()
         found.append(float(loss))
     return found
+
+
+def non_finite() -> None:
+    """A NaN on one rank: all ranks stop and name the sample, before any update; or all skip, count and go on."""
+    world = join("cpu")
+
+    def losses(model: nn.Module, micro_batch: MicroBatch, epoch: int) -> Tensor:
+        found = standin.losses(model, micro_batch, epoch)
+        return found * torch.tensor([float("nan") if i == broken else 1.0 for i in micro_batch.sample_ids])
+
+    broken = 13  # the last one's, in step 1
+    for action in ("stop", "skip"):
+        settings = replace(SETTINGS, on_nonfinite=action)
+        engine = Engine(standin.make(), losses, Parallelism(compute="master"), settings, world)
+        assert not engine.step(0, micro_batches(0, world.rank), [4, 4]).skipped
+        before = [p.full_tensor().clone() for p in engine.model.parameters()]
+        if action == "stop":
+            with pytest.raises(NonFiniteLoss, match="loss is not finite; samples 13") as raised:
+                engine.step(1, micro_batches(1, world.rank), [4, 4])
+            assert raised.value.sample_ids == (13,)
+        else:
+            assert engine.step(1, micro_batches(1, world.rank), [4, 4]).skipped
+        after = [p.full_tensor() for p in engine.model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        if action == "skip":
+            result = engine.step(2, micro_batches(2, world.rank), [4, 4])
+            assert not result.skipped and result.loss == result.loss
 
 
 def every_form() -> None:

@@ -8,11 +8,15 @@ from tests.wan import gradient_ranks, ranks
 
 def test_every_policy_and_sync_on_two_ranks_has_the_gradient_of_one_process():
     """Relative error within rounding: 1e-12 in float64, 1e-5 in float32, for other orders of summation."""
-    ranks.run(gradient_ranks.every_policy, 2, policies.NAMES, ("micro_batch", "step"))
+    ranks.run(gradient_ranks.stand_in, 2, policies.NAMES, ("micro_batch", "step"))
+
+
+def test_wan_on_two_ranks_has_the_gradient_of_one_process():
+    ranks.run(gradient_ranks.wan_model, 2, ("balanced",), ("micro_batch", "step"))
 
 
 def test_four_ranks_have_the_gradient_of_one_process():
-    ranks.run(gradient_ranks.every_policy, 4, ("balanced",), ("micro_batch",))
+    ranks.run(gradient_ranks.stand_in, 4, ("balanced",), ("micro_batch", "step"))
 
 
 def test_batch_means_are_another_gradient_where_batch_sizes_differ():

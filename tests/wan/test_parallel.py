@@ -35,6 +35,10 @@ def test_every_form_trains_as_a_plain_loop_does():
     ranks.run(parallel_ranks.every_form, 2)
 
 
+def test_a_loss_that_is_not_finite_stops_or_skips_on_all_ranks():
+    ranks.run(parallel_ranks.non_finite, 2)
+
+
 class Passing:
     """A clock that moves only where the test lets it."""
 
