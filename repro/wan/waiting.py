@@ -2,7 +2,8 @@
 
 FSDP makes ranks meet where a block's parameters are gathered (before its forward and before its backward) and where
 the last gradients are reduced. Marks on either side of these places, on the stream that computes, give the wait; the
-rest of the step is the rank's own. A gather that hides under compute shows as no wait, as it should.
+rest of the step is the rank's own. A gather that hides under compute shows as no wait, as it should. The backward pass
+of the embeddings, which is short and ends the step, cannot be told from waiting for the last reductions.
 """
 
 from __future__ import annotations

@@ -102,6 +102,26 @@ def test_encoded_samples_on_disk_are_trained_on_and_a_corrupt_shard_is_refused(t
     assert done.exit_code == 2 and "is corrupt" in done.output and not (tmp_path / "other").exists()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--sync", "micro_batch", "--checkpointing", "full"],
+        ["--sync", "step", "--checkpointing", "selective", "--micro-batches", "2"],
+        ["--sync", "micro_batch", "--checkpointing", "none", "--compile"],
+    ],
+)
+def test_one_gpu_trains_in_bf16_and_goes_on(tmp_path, options):
+    options = [*options, "--device", "cuda", "--log-every", "1"]
+    assert run(tmp_path, "--steps", "2", *options).exit_code == 0
+    done = run(tmp_path, "--steps", "4", *options)
+    assert done.exit_code == 0 and "after 2 steps" in done.output, done.output
+    logged = rows(tmp_path)
+    assert [r["step"] for r in logged] == ["0", "1", "2", "3"]
+    assert all(int(r["peak_memory_bytes"]) > 0 for r in logged)
+    assert all(0 <= float(r["wait_seconds"]) < float(r["step_seconds"]) for r in logged)
+
+
 def torchrun(out, *agent, options=()):
     command = [sys.executable, "-m", "torch.distributed.run", *agent, "-m", "repro.train", *TINY, "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
