@@ -144,6 +144,9 @@ class Claim:
     paper_treated: float | None = None
 
 
+# A value and the ends of its interval may be summed in different orders; no interval here is decided so narrowly.
+_ROUNDING = 1e-9
+
 _RATIO, _DIFFERENCE = Tolerance(no_effect=1.0), Tolerance(no_effect=0.0)
 
 CLAIMS: tuple[Claim, ...] = (
@@ -341,5 +344,8 @@ def judge(claim: Claim, evidence: Evidence) -> tuple[str, str]:
             return "not run", f"{name} of the evidence is {number}"
     if evidence.ci_low > evidence.ci_high:
         return "not run", f"interval is reversed: {evidence.ci_low} > {evidence.ci_high}"
+    slack = _ROUNDING * max(abs(evidence.ci_low), abs(evidence.ci_high))
+    if not evidence.ci_low - slack <= evidence.value <= evidence.ci_high + slack:
+        return "not run", f"value {evidence.value} lies outside its own interval [{evidence.ci_low}, {evidence.ci_high}]"
     verdict = claim.rule.verdict(claim.paper, evidence)
     return verdict, "the evidence lacks the two counts" if verdict == "not run" else ""

@@ -94,7 +94,7 @@ def test_lower_is_better_mirrors_higher_is_better(low, width, paper, none):
 @settings(derandomize=True, max_examples=200)
 def test_a_better_interval_never_gets_a_worse_verdict(low, width, shift):
     order = ["not reproduced", "partly", "ambiguous", "reproduced", "exceeded"]
-    worse, better = verdict("B3", low, low, low + width), verdict("B3", low, low + shift, low + shift + width)
+    worse, better = verdict("B3", low, low, low + width), verdict("B3", low + shift, low + shift, low + shift + width)
     # moving an interval up may take it from "partly" to "ambiguous" and so on, never back
     assert order.index(better) >= order.index(worse)
 
@@ -159,6 +159,19 @@ def test_evidence_must_be_measured_or_simulated(kind):
 
 def test_a_reversed_interval_decides_nothing():
     assert judge(BY_ID["K1"], Evidence("K1", 4, 4.1, 3.9, "measured"))[0] == "not run"
+
+
+@pytest.mark.parametrize("value", [9.0, 3.41, 3.19, -3.3])
+def test_a_value_outside_its_own_interval_decides_nothing(value):
+    told, reason = judge(BY_ID["K1"], Evidence("K1", value, 3.2, 3.4, "measured"))
+    assert told == "not run"
+    assert reason == f"value {value} lies outside its own interval [3.2, 3.4]"
+
+
+def test_rounding_does_not_put_an_exact_value_outside_its_interval():
+    assert 0.1 + 0.2 > 0.3
+    assert verdict("B1", 0.1 + 0.2, 0.3, 0.3) == verdict("B1", -(0.1 + 0.2), -0.3, -0.3) == "reproduced"
+    assert verdict("B1", 0.3, 0.3, 0.3) == verdict("B1", 0.3, 0.2, 0.3) == "reproduced"
 
 
 def test_evidence_cannot_decide_another_claim():
