@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd as _below_autograd
+from torch.autograd import forward_ad
 
 from repro.adaln import build, composite
 
@@ -117,7 +118,9 @@ class LayerNormModulateGradient(torch.autograd.Function):
 
 def _autograd_kernel(op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        differentiated = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        # Under forward-mode differentiation autograd refuses a function without jvp; passed by, tangents would be lost.
+        if differentiated or forward_ad._current_level >= 0:
             return function.apply(*args)
         with _below_autograd():
             return op(*args)

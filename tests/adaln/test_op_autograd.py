@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from repro.adaln import get_impl, layer_norm_modulate, ops
@@ -189,3 +190,15 @@ def test_compile_keeps_a_cache_for_each_caller(monkeypatch):
 def test_unknown_implementation():
     with pytest.raises(ValueError, match=r"name must be one of eager, wan, compile, dtile, fused, got 'triton'"):
         get_impl("triton")
+
+
+def test_forward_mode_is_refused_not_zero(device, impl):
+    """A tangent that silently vanished would be a wrong loss in training that differentiates forwards."""
+    x, shift, scale = (t.detach() for t in _leaves(device, *FORMS["BD"]))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            layer_norm_modulate(dual, shift, scale, impl=impl)
+        assert layer_norm_modulate(x, shift, scale, impl=impl).shape == x.shape  # no tangent, nothing lost
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.jvp(lambda t: layer_norm_modulate(t, shift, scale, impl=impl), (x,), (x,))
