@@ -68,16 +68,21 @@ def test_every_claim_has_exactly_one_row_with_the_fixed_columns(store):
 
 
 def test_measured_before_simulated_then_most_gpus_then_newest(store):
-    record(store, "gpu", 2.0)
+    # what decides is recorded first: neither the order of recording nor that of the names may stand in for the rank
     record(store, "gpu-x4", 3.0)
     record(store, "gpu-x8", 9.0, kind="simulated")
+    record(store, "gpu", 2.0)
     chosen, rest, _ = decide(store, speed=suite())
     assert (chosen["K1"].device, chosen["K1"].evidence.value) == ("gpu-x4", 3.0)
     assert [v.device for v in rest] == ["gpu", "gpu-x8"]
-    record(store, "other-x4", 5.0)
+    record(store, "a-gpu-x4", 5.0)
     chosen, rest, _ = decide(store, speed=suite())
-    assert chosen["K1"].device == "other-x4"
+    assert chosen["K1"].device == "a-gpu-x4"
     assert [v.device for v in rest] == ["gpu-x4", "gpu", "gpu-x8"]
+    record(store, "gpu-x4", 4.0)  # measured again: newest once more
+    chosen, rest, _ = decide(store, speed=suite())
+    assert (chosen["K1"].device, chosen["K1"].evidence.value) == ("gpu-x4", 4.0)
+    assert [v.device for v in rest] == ["a-gpu-x4", "gpu", "gpu-x8"]
 
 
 def test_evidence_that_is_no_number_gives_way_to_evidence_that_is(store):

@@ -87,6 +87,24 @@ def test_the_newest_run_owns_all_metrics_of_a_case(store, run):
     assert len(csv_of(store).read_text().splitlines()) == 1 + 4  # nothing was removed
 
 
+@pytest.mark.parametrize("merged", ["rows", "records"])
+def test_the_newest_run_wins_wherever_a_merge_has_put_it(store, run, clock_set_back, merged):
+    """git may join two branches' lines in any order."""
+    store.append(run, "speed", case(impl="a"), [timing(1.0), timing(9.0, "bandwidth")])
+    later = store.start(MACHINE, ["again"], None, "smoke")
+    store.append(later, "speed", case(impl="a"), [timing(2.0)])
+    if merged == "rows":
+        path, head = csv_of(store), 1
+    else:
+        path, head = csv_of(store).with_name("runs.jsonl"), 0
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:head], *reversed(lines[head:])]))
+    assert store.rows("speed")["value"].tolist() == [2.0]
+    assert store.done("speed", DEVICE, "smoke", since=later.id) == {case_key({"impl": "a"})}
+    clock_set_back()
+    assert store.start(MACHINE, ["a third time"], None, "smoke").id > later.id
+
+
 def test_a_metric_written_twice_in_a_run_counts_once(store, run):
     for value in (1.0, 2.0):
         store.append(run, "speed", case(impl="a"), [timing(value)])
@@ -104,13 +122,20 @@ def test_smoke_never_shadows_full(store, run):
     assert store.done("speed", DEVICE, "full") == {case_key({"impl": "a"})}
 
 
-def test_a_clock_set_back_does_not_make_a_new_run_look_old(store, run, monkeypatch):
+@pytest.fixture
+def clock_set_back(run, monkeypatch):
+    """Call it, and the clock is set to a time before the start of `run`."""
+
     class Past(datetime):
         @classmethod
         def now(cls, tz=None):
             return datetime.now(UTC) - timedelta(days=400)
 
-    monkeypatch.setattr(store_module, "datetime", Past)
+    return lambda: monkeypatch.setattr(store_module, "datetime", Past)
+
+
+def test_a_clock_set_back_does_not_make_a_new_run_look_old(store, run, clock_set_back):
+    clock_set_back()
     assert store.start(MACHINE, ["x"], None, "smoke").id > run.id
 
 
