@@ -28,7 +28,7 @@ def append(path: Path, case: Case, measurements: Sequence[Measurement]) -> None:
     """Add a case's samples, if it has any. The caller holds the lock."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    if not path.exists():
+    if not path.exists() or path.stat().st_size == 0:  # empty: what a failed first write leaves
         writer.writerow((*case.key, *_COLUMNS))
     key = [cell(v) for v in case.key.values()]
     for m in measurements:
