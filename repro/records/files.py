@@ -124,7 +124,7 @@ def append_rows(path: Path, parameters: Sequence[str], rows: Sequence[Record]) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reading warns; here the lines are set aside
         table = read_table(path)
-    _reject(path, table.rejected[len(_set_aside(path)) :])
+    reject(path, table.rejected[len(_set_aside(path)) :])
     rows = [*map(_migrated, table.records()), *rows]
     used = set(parameters).union(*rows)
     order = dict.fromkeys((*table.columns, *parameters, *(c for row in rows for c in row)))
@@ -168,7 +168,8 @@ def _rejected_path(path: Path) -> Path:
     return path.with_name(path.name + ".rejected")
 
 
-def _reject(path: Path, rejected: Sequence[tuple[tuple[str, ...], str]]) -> None:
+def reject(path: Path, rejected: Sequence[tuple[tuple[str, ...], str]]) -> None:
+    """Set (columns, line) of lines of `path` aside, ahead of a rewrite without them. The caller holds the lock."""
     text = "".join(json.dumps({"columns": c, "line": line}) + "\n" for c, line in rejected)
     if text:
         append(_rejected_path(path), text.encode())

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from repro.measure.machine import Machine
 
 _NUMBERS = ("value", "ci_low", "ci_high", "n")
+_RUNS = "runs.jsonl"
 _ID_TIME = "%Y%m%dT%H%M%S.%fZ"
 
 
@@ -66,7 +67,7 @@ class Store:
         folder = self.root / machine.slug
         started = datetime.now(UTC)
         with files.locked(folder):
-            known = self.runs(machine.slug)
+            known = _take_runs(folder)
             run = Run(_new_id(started, [r["run_id"] for r in known]), machine.slug, profile, started)
             record = {
                 "schema": SCHEMA,
@@ -93,7 +94,7 @@ class Store:
             "clocks": dict(clocks),
         }
         with files.locked(folder):
-            known = self.runs(run.device)
+            known = _take_runs(folder)
             for record in known:
                 if record["run_id"] == run.id:
                     record["end"] = end
@@ -161,15 +162,10 @@ class Store:
 
     def runs(self, device: str) -> list[dict[str, Any]]:
         """Run records of a device, oldest first. A line that is no record is left out with a warning."""
-        path = self.root / device / "runs.jsonl"
-        found: list[dict[str, Any]] = []
-        for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
-            try:
-                record = json.loads(line)
-                record["run_id"]
-                found.append(record)
-            except (json.JSONDecodeError, KeyError, TypeError):
-                warnings.warn(f"{path}: line {number} is no run record and is left out", stacklevel=2)
+        path = self.root / device / _RUNS
+        found, broken = _read_runs(path)
+        if broken:
+            warnings.warn(f"{path}: line {_numbers(broken)} is no run record and is left out", stacklevel=2)
         return found
 
     def _path(self, suite: str, device: str) -> Path:
@@ -214,8 +210,38 @@ def _new_id(now: datetime, known: Sequence[str]) -> str:
     return f"{stamp.strftime(_ID_TIME)}-{secrets.token_hex(2)}"
 
 
+def _read_runs(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """Run records of a file, and number and text of every line that is none."""
+    found: list[dict[str, Any]] = []
+    broken: dict[int, str] = {}
+    lines = path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            record["run_id"]
+            found.append(record)
+        except (json.JSONDecodeError, KeyError, TypeError):
+            if line.strip():
+                broken[number] = line
+    return found, broken
+
+
+def _numbers(broken: Mapping[int, str]) -> str:
+    return ", ".join(map(str, broken))
+
+
+def _take_runs(folder: Path) -> list[dict[str, Any]]:
+    """Run records that `_write_runs` is to write again; lines that are none are set aside with one warning."""
+    path = folder / _RUNS
+    found, broken = _read_runs(path)
+    if broken:
+        files.reject(path, [((), line) for line in broken.values()])
+        warnings.warn(f"{path}: line {_numbers(broken)} is no run record: set aside in {_RUNS}.rejected", stacklevel=3)
+    return found
+
+
 def _write_runs(folder: Path, runs: Sequence[Mapping[str, Any]]) -> None:
-    files.replace(folder / "runs.jsonl", "".join(json.dumps(r) + "\n" for r in runs).encode())
+    files.replace(folder / _RUNS, "".join(json.dumps(r) + "\n" for r in runs).encode())
 
 
 def _current(path: Path, table: files.Table) -> list[Record]:

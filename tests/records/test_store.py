@@ -223,6 +223,24 @@ def test_a_failed_append_leaves_whole_rows_only(store, run, monkeypatch):
     assert csv_of(store).read_bytes() == before
 
 
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
+    """Else a machine that stops may keep the new name and lose its content."""
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"old")
+    synced, fsync = [], files.os.fsync
+
+    def record(handle):
+        (new,) = (p for p in tmp_path.iterdir() if p != path)
+        assert files.os.fstat(handle).st_ino == new.stat().st_ino
+        synced.append((new.read_bytes(), path.read_bytes()))
+        fsync(handle)
+
+    monkeypatch.setattr(files.os, "fsync", record)
+    files.replace(path, b"new")
+    assert synced == [(b"new", b"old")]
+    assert path.read_bytes() == b"new"
+
+
 def _write_many(root, impl, count):
     store = Store(root)
     run = store.start(MACHINE, [impl], None, "smoke")
@@ -265,6 +283,22 @@ def test_cut_off_samples_leave_the_whole_ones(store, run):
     path.write_bytes(path.read_bytes()[: size + 12])
     with pytest.warns(UserWarning, match="cut off"):
         assert store.samples("speed", DEVICE, run.id)["value"].tolist() == [1.0, 2.0]
+
+
+def test_samples_after_a_failed_first_write_are_readable(store, run, monkeypatch):
+    def fail(*_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", fail)
+        with pytest.raises(OSError, match="no space"):
+            store.append(run, "speed", case(impl="a"), [timing(samples=(1.0,))])
+    assert store.samples("speed", DEVICE, run.id).empty
+    store.append(run, "speed", case(impl="a"), [timing(samples=(2.0,))])
+    store.append(run, "speed", case(impl="b"), [timing(samples=(3.0,))])
+    samples = store.samples("speed", DEVICE, run.id)
+    assert list(samples.columns) == ["impl", "metric", "unit", "index", "value"]
+    assert samples["value"].tolist() == [2.0, 3.0]
 
 
 def test_the_run_record_says_where_rows_come_from(store, run):
@@ -315,6 +349,26 @@ def test_a_broken_run_record_hides_no_other(store, run):
     path.write_text(path.read_text() + '{"run_id": "2026')
     with pytest.warns(UserWarning, match="line 2"):
         assert [r["run_id"] for r in store.runs(DEVICE)] == [run.id]
+
+
+@pytest.mark.parametrize("write", ["start", "finish"])
+def test_run_records_that_cannot_be_read_are_set_aside(store, run, write):
+    path = store.root / DEVICE / "runs.jsonl"
+    whole = path.read_text()
+    path.write_bytes(b'<<<<<<< ours\n["run_id"]\n' + whole.encode() + b'\n{"run_id": "2026\xff')
+    with pytest.warns(UserWarning) as heard:
+        if write == "start":
+            store.start(MACHINE, ["x"], None, "smoke")
+        else:
+            store.finish(run, "finished", {}, {})
+    (message,) = (str(w.message) for w in heard)
+    assert message == f"{path}: line 1, 2, 5 is no run record: set aside in runs.jsonl.rejected"
+    aside = path.with_name("runs.jsonl.rejected").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in aside] == ["<<<<<<< ours", '["run_id"]', '{"run_id": "2026\ufffd']
+    records = store.runs(DEVICE)  # warns no more
+    assert records[0]["run_id"] == run.id and len(records) == 1 + (write == "start")
+    store.finish(run, "finished", {}, {})
+    assert path.with_name("runs.jsonl.rejected").read_text().splitlines() == aside
 
 
 @pytest.mark.parametrize(
