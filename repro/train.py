@@ -11,33 +11,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import torch
 import typer
-from rich.console import Console
 
-from repro.balance.models import ModelSize
-from repro.balance.schedule import Layout
 from repro.balance.types import Protocols, Sync, Weighting
 from repro.corpus import mixes
-from repro.measure.machine import read_machine
-from repro.records import Store
-from repro.wan import batching, peaks
-from repro.wan.batching import MODES, BatchLimits
-from repro.wan.checkpointing import Checkpoints
+from repro.wan import batching
+from repro.wan.batching import MODES
 from repro.wan.config import WanConfig
-from repro.wan.convert import load_diffusers
-from repro.wan.engine import Engine, NonFiniteLoss, OnNonFinite, OptimizerSettings
-from repro.wan.epochs import Epochs
-from repro.wan.log import RunLog
-from repro.wan.model import WanModel
+from repro.wan.engine import NonFiniteLoss, OnNonFinite, OptimizerSettings
 from repro.wan.objective import Draw, FlowMatching
-from repro.wan.parallel import Checkpointing, Compute, Parallelism, World, WorldError, agree, join, leave
-from repro.wan.samples import FlowLosses, SampleSource
+from repro.wan.parallel import Checkpointing, Compute, Parallelism, join, leave
+from repro.wan.run import Batching, Run, prepare
+from repro.wan.samples import SampleSource
 from repro.wan.shards import ShardedSamples
 from repro.wan.synthetic import SyntheticSamples
-from repro.wan.trainer import Length, Trainer
+from repro.wan.trainer import Length
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,7 +48,12 @@ def main(
     mode: Annotated[str, typer.Option(help="baseline, adaptiveload or balanced: policy and AdaLN")] = "balanced",
     policy: Annotated[str | None, typer.Option(help="batch policy, if not the mode's")] = None,
     adaln: Annotated[str | None, typer.Option(help="AdaLN implementation, if not the mode's")] = None,
-    m_mem: Annotated[int, typer.Option(min=1, help="tokens a micro-batch may hold")] = mixes.TOKEN_BUDGET,
+    m_mem: Annotated[
+        int | None, typer.Option(min=1, help="tokens a micro-batch may hold; 48000, or what --calibrate finds")
+    ] = None,
+    calibrate: Annotated[
+        float | None, typer.Option(metavar="MINUTES", help="measure shapes first, and fit costs and limits to them")
+    ] = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="equal-token's, if below M_mem")] = None,
     m_comp: Annotated[float | None, typer.Option(min=1, help="of the dual constraint; else from costs")] = None,
     p: Annotated[float | None, typer.Option(min=0.1, help="exponent of the dual constraint; else from costs")] = None,
@@ -98,54 +94,43 @@ def main(
     try:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        config = WanConfig.preset(model, layers)
-        parallelism = Parallelism(
-            cast(Sync, sync),
-            cast(Checkpointing, checkpointing),
-            compile_blocks,
-            cast(Compute, compute or ("bf16" if device != "cpu" and torch.cuda.is_available() else "master")),
+        run = Run(
+            config=WanConfig.preset(model, layers),
+            adaln=adaln or MODES[mode].adaln,
+            source=_source(data, corpus, samples, seed),
+            flow=FlowMatching(cast(Draw, draw), shift, seed=seed),
+            batching=Batching(
+                policy or MODES[mode].policy,
+                m_mem=m_mem,
+                token_budget=token_budget,
+                m_comp=m_comp,
+                p=p,
+                micro_batches=micro_batches,
+                protocol=cast(Protocols, protocol),
+                weighting=cast(Weighting, weighting),
+                calibrate=calibrate,
+                costs=costs,
+                results=results,
+            ),
+            parallelism=Parallelism(
+                cast(Sync, sync),
+                cast(Checkpointing, checkpointing),
+                compile_blocks,
+                cast(Compute, compute or ("bf16" if device != "cpu" and torch.cuda.is_available() else "master")),
+            ),
+            optimizer=OptimizerSettings(
+                lr=lr, weight_decay=weight_decay, warmup=warmup, clip=clip, on_nonfinite=cast(OnNonFinite, on_nonfinite)
+            ),
+            length=Length(steps, save_every),
+            out=out,
+            seed=seed,
+            init=init,
+            keep=keep,
+            ranks=ranks,
+            log_every=log_every,
+            tensorboard=tensorboard,
         )
-        optimizer = OptimizerSettings(
-            lr=lr, weight_decay=weight_decay, warmup=warmup, clip=clip, on_nonfinite=cast(OnNonFinite, on_nonfinite)
-        )
-        flow = FlowMatching(cast(Draw, draw), shift, seed=seed)
-        source = _source(data, corpus, samples, seed)
-        world = join(device)
-        _check_world(world, ranks, source)
-        chosen = policy or MODES[mode].policy
-        form = adaln or MODES[mode].adaln
-        slug = costs or read_machine(None if world.device.type == "cuda" else 0).slug
-        found = batching.find_costs(Store(results), slug, config.size, form, source.corpus)
-        rule = batching.make_policy(chosen, found, source.corpus, BatchLimits(m_mem, token_budget, m_comp, p))
-        layout = Layout(world.size, m_mem, micro_batches, parallelism.sync, cast(Protocols, protocol))
-        epochs = Epochs(rule, source.corpus, layout, world.rank, seed, cast(Weighting, weighting))
-        lines = [
-            f"{config.size.name}, {config.size.layers} layers, {config.size.parameters:,} parameters, {form} AdaLN, on "
-            f"{world.size} x {_device_name(world)}",
-            f"{chosen} over {source.corpus.name} ({source.corpus.source}); costs: {found.source}",
-            *batching.batch_table(rule, source.corpus),
-            epochs.report(),
-        ]
-        agree(world, "schedule", str(epochs.sampler.state_dict(0)["schedule"]))
-        console = Console(highlight=False, soft_wrap=True)
-        if world.is_first:
-            console.print("\n".join(lines), markup=False)
-        checkpoints = Checkpoints(out / "checkpoints", world, keep)
-        if (newest := checkpoints.newest()) is not None:  # refused before the model takes any memory
-            checkpoints.read_about(newest, _about(config.size))
-        engine = _engine(
-            config, form, FlowLosses(source, flow, world.device), parallelism, optimizer, world, init, seed
-        )
-        options = {"adaln": form, "lr": lr, "compute": parallelism.compute, "seed": seed, "draw": draw, "shift": shift}
-        trainer = Trainer(
-            engine, epochs, checkpoints, config.size, _about(config.size), Length(steps, save_every), options
-        )
-        notes = trainer.resume()
-        log = None
-        if world.is_first:
-            peak = peaks.peak_flops(_device_name(world))
-            log = RunLog(out, trainer.step, steps, peak, console, log_every, tensorboard)
-            log.say(notes)
+        trainer, log = prepare(run, join(device))
         running = True
         try:
             trainer.run(log)
@@ -175,51 +160,6 @@ def _source(data: Path | None, corpus: str, samples: int, seed: int) -> SampleSo
     if corpus not in mixes.names():
         raise ValueError(f"corpus must be tiny or one of {', '.join(mixes.names())}, got {corpus!r}")
     return SyntheticSamples(mixes.named(corpus, samples), seed)
-
-
-def _check_world(world: World, ranks: int | None, source: SampleSource) -> None:
-    """Raise WorldError where the ranks that were started are not those asked for, or more than there are samples."""
-    if ranks is not None and ranks != world.size:
-        raise WorldError(
-            f"--ranks {ranks}, but {world.size} were started: match torchrun's --nnodes x --nproc-per-node"
-        )
-    if world.size > source.corpus.samples:
-        raise WorldError(
-            f"{world.size} ranks, but {source.corpus.name} has {source.corpus.samples} samples: start fewer"
-        )
-
-
-def _engine(
-    config: WanConfig,
-    adaln: str,
-    losses: FlowLosses,
-    parallelism: Parallelism,
-    optimizer: OptimizerSettings,
-    world: World,
-    init: Path | None,
-    seed: int,
-) -> Engine:
-    """The engine around a model that is made of shards from the start."""
-
-    def materialize(model: torch.nn.Module) -> None:
-        assert isinstance(model, WanModel)
-        model.to_empty(device=world.device)
-        if init is None:
-            model.reset_parameters(seed)
-        else:
-            load_diffusers(model, init)
-
-    with torch.device("meta"):
-        model = WanModel(config, adaln)
-    return Engine(model, losses, parallelism, optimizer, world, materialize)
-
-
-def _about(size: ModelSize) -> dict[str, Any]:
-    return {"name": size.name, "dim": size.dim, "ffn": size.ffn, "heads": size.heads, "layers": size.layers}
-
-
-def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
 
 
 def _tell(error: Exception, debug: bool, every_rank: bool) -> None:

@@ -150,21 +150,24 @@ class Engine:
             fused=True,
         )
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], epoch: int = 0) -> list[Tensor]:
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], epoch: int = 0, losses: SampleLosses | None = None
+    ) -> list[Tensor]:
         """Forward and backward passes of this rank's micro-batches of a step; gradients are left in `.grad`.
 
-        Returns the losses, float [B] each, detached. All ranks call it together, with as many micro-batches each.
+        losses: another's than the engine's. Returns the losses, float [B] each, detached. All ranks call it together,
+        with as many micro-batches each.
         """
-        found = []
+        losses_of, found = losses or self.losses, []
         for i, micro_batch in enumerate(micro_batches, 1):
             prepare_micro_batch(self.model, self.parallelism, last=i == len(micro_batches))
-            losses = self.losses(self.model, micro_batch, epoch)
-            if losses.shape != (len(micro_batch.sample_ids),):
-                raise ValueError(f"losses must be [{len(micro_batch.sample_ids)}], got {list(losses.shape)}")
-            weights = torch.tensor(micro_batch.weights, dtype=losses.dtype, device=losses.device)
-            (self.world.size * (weights * losses).sum()).backward()
+            losses_B = losses_of(self.model, micro_batch, epoch)
+            if losses_B.shape != (len(micro_batch.sample_ids),):
+                raise ValueError(f"losses must be [{len(micro_batch.sample_ids)}], got {list(losses_B.shape)}")
+            weights_B = torch.tensor(micro_batch.weights, dtype=losses_B.dtype, device=losses_B.device)
+            (self.world.size * (weights_B * losses_B).sum()).backward()
             self.clock.backward_done()
-            found.append(losses.detach())
+            found.append(losses_B.detach())
         return found
 
     def step(self, step: int, micro_batches: Sequence[MicroBatch], tokens: Sequence[int], epoch: int = 0) -> StepResult:

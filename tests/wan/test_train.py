@@ -102,6 +102,17 @@ def test_encoded_samples_on_disk_are_trained_on_and_a_corrupt_shard_is_refused(t
     assert done.exit_code == 2 and "is corrupt" in done.output and not (tmp_path / "other").exists()
 
 
+def test_calibrate_and_train_in_one_command(tmp_path):
+    options = ["--calibrate", "0.001", "--mode", "adaptiveload", "--steps"]
+    done = run(tmp_path, *options, "2")
+    assert done.exit_code == 0, done.output
+    assert "shapes measured by this run; held-out error" in done.output and "batch 1\n" in done.output
+    measured = (tmp_path / "calibration.csv").read_text()
+    again = run(tmp_path, *options, "4")
+    assert again.exit_code == 0 and "dealt anew" not in again.output, "no new measurement, so the same schedule"
+    assert (tmp_path / "calibration.csv").read_text() == measured
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",

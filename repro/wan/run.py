@@ -1,0 +1,185 @@
+"""From what a run is asked to be to a trainer that is ready for its next step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from repro.balance import policies
+from repro.balance.policies import Policy
+from repro.balance.schedule import Layout
+from repro.balance.types import Protocols, Weighting
+from repro.corpus.mixes import TOKEN_BUDGET
+from repro.measure.machine import read_machine
+from repro.records import Store
+from repro.wan import batching, peaks
+from repro.wan.batching import BatchLimits, Costs
+from repro.wan.calibrate import Sweep, calibrate
+from repro.wan.checkpointing import Checkpoints
+from repro.wan.config import WanConfig
+from repro.wan.convert import load_diffusers
+from repro.wan.engine import Engine, OptimizerSettings
+from repro.wan.epochs import Epochs, corpus_hash
+from repro.wan.log import RunLog
+from repro.wan.model import WanModel
+from repro.wan.objective import FlowMatching
+from repro.wan.parallel import Parallelism, World, WorldError, agree
+from repro.wan.samples import FlowLosses, SampleSource
+from repro.wan.trainer import Length, Trainer
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How samples become micro-batches.
+
+    policy: its name. m_mem: tokens a micro-batch; None for what calibration finds, or else the published baseline's
+    48,000. token_budget, m_comp, p: as in `BatchLimits`. calibrate: minutes of measuring shapes first; None for costs
+    that `results` hold of `costs` (a device's slug, None for this one's), or FLOPs.
+    """
+
+    policy: str
+    m_mem: int | None = None
+    token_budget: int | None = None
+    m_comp: float | None = None
+    p: float | None = None
+    micro_batches: int = 1
+    protocol: Protocols = "matched"
+    weighting: Weighting = "sample"
+    calibrate: float | None = None
+    costs: str | None = None
+    results: Path = Path("results")
+
+    def __post_init__(self) -> None:
+        if self.policy not in policies.NAMES:
+            raise ValueError(f"policy must be one of {', '.join(policies.NAMES)}, got {self.policy!r}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that decides a run, and where it goes.
+
+    init: folder of weights in Diffusers' format; None for random ones. out: the run's folder. keep: checkpoints. ranks:
+    refuse any other number; None for any.
+    """
+
+    config: WanConfig
+    adaln: str
+    source: SampleSource
+    flow: FlowMatching
+    batching: Batching
+    parallelism: Parallelism
+    optimizer: OptimizerSettings
+    length: Length
+    out: Path
+    seed: int = 0
+    init: Path | None = None
+    keep: int = 2
+    ranks: int | None = None
+    log_every: int = 10
+    tensorboard: bool = False
+
+
+def prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
+    """The trainer, at the step where it goes on, and the log on the first rank. All ranks call it together.
+
+    Raises ValueError (WorldError, CheckpointError, ResumeError, DataError and others) for whatever does not fit.
+    """
+    _check_world(run, world)
+    console = Console(highlight=False, soft_wrap=True)
+    size, corpus = run.config.size, run.source.corpus
+    checkpoints = Checkpoints(run.out / "checkpoints", world, run.keep)
+    if (newest := checkpoints.newest()) is not None:  # refused before the model takes any memory
+        checkpoints.read_about(newest, asdict(size))
+    engine, m_mem, costs = _engine_and_costs(run, world, console)
+    given = run.batching
+    limits = BatchLimits(m_mem, given.token_budget, given.m_comp, given.p)
+    policy = batching.make_policy(given.policy, costs, corpus, limits)
+    layout = Layout(world.size, m_mem, given.micro_batches, run.parallelism.sync, given.protocol)
+    epochs = Epochs(policy, corpus, layout, world.rank, run.seed, given.weighting)
+    agree(world, "schedule", str(epochs.sampler.state_dict(0)["schedule"]))
+    if world.is_first:
+        console.print("\n".join(_introduction(run, world, policy, costs, epochs)), markup=False)
+    trainer = Trainer(engine, epochs, checkpoints, size, asdict(size), run.length, _options(run))
+    notes = trainer.resume()
+    if not world.is_first:
+        return trainer, None
+    peak = peaks.peak_flops(_device_name(world))
+    log = RunLog(run.out, trainer.step, run.length.steps, peak, console, run.log_every, run.tensorboard)
+    log.say(notes)
+    return trainer, log
+
+
+def _check_world(run: Run, world: World) -> None:
+    """Raise WorldError where the ranks that were started are not those asked for, or more than there are samples."""
+    if run.ranks is not None and run.ranks != world.size:
+        raise WorldError(
+            f"--ranks {run.ranks}, but {world.size} were started: match torchrun's --nnodes x --nproc-per-node"
+        )
+    corpus = run.source.corpus
+    if world.size > corpus.samples:
+        raise WorldError(f"{world.size} ranks, but {corpus.name} has {corpus.samples} samples: start fewer")
+
+
+def _engine(run: Run, world: World) -> Engine:
+    """The engine around a model that is made of shards from the start."""
+
+    def materialize(model: torch.nn.Module) -> None:
+        assert isinstance(model, WanModel)
+        model.to_empty(device=world.device)
+        if run.init is None:
+            model.reset_parameters(run.seed)
+        else:
+            load_diffusers(model, run.init)
+
+    with torch.device("meta"):
+        model = WanModel(run.config, run.adaln)
+    losses = FlowLosses(run.source, run.flow, world.device)
+    return Engine(model, losses, run.parallelism, run.optimizer, world, materialize)
+
+
+def _engine_and_costs(run: Run, world: World, console: Console) -> tuple[Engine, int, Costs]:
+    """The engine, tokens that a micro-batch may hold, and what micro-batches cost."""
+    given, size = run.batching, run.config.size
+    cuda = world.device.type == "cuda"
+    if given.calibrate is None:
+        slug = given.costs or read_machine(None if cuda else 0).slug
+        found = batching.find_costs(Store(given.results), slug, size, run.adaln, run.source.corpus)
+        return _engine(run, world), given.m_mem or TOKEN_BUDGET, found
+
+    def say(line: str) -> None:
+        if world.is_first:
+            console.print(line, markup=False)
+
+    m_mem = given.m_mem if cuda else given.m_mem or TOKEN_BUDGET
+    setting = (
+        f"{size.name} {size.layers} layers; {run.adaln}; {run.parallelism}; {world.size} x {_device_name(world)}; "
+        f"corpus {corpus_hash(run.source.corpus)}; M_mem {m_mem or 'bisected'}"
+    ).replace(",", "")
+    sweep = Sweep(lambda: _engine(run, world), run.out / "calibration.csv", setting)
+    done = calibrate(sweep, size, run.source.corpus, given.calibrate, m_mem, say)
+    return sweep.engine, done.m_mem, done.costs
+
+
+def _introduction(run: Run, world: World, policy: Policy, costs: Costs, epochs: Epochs) -> list[str]:
+    size, corpus = run.config.size, run.source.corpus
+    return [
+        f"{size.name}, {size.layers} layers, {size.parameters:,} parameters, {run.adaln} AdaLN, on "
+        f"{world.size} x {_device_name(world)}",
+        f"{policy.name} over {corpus.name} ({corpus.source}); costs: {costs.source}",
+        *batching.batch_table(policy, corpus),
+        epochs.report(),
+    ]
+
+
+def _options(run: Run) -> dict[str, Any]:
+    """What a resumed run is compared by, besides model and schedule."""
+    optimizer = {k: v for k, v in asdict(run.optimizer).items() if k != "betas"}
+    return {"adaln": run.adaln, "seed": run.seed, **asdict(run.flow), **asdict(run.parallelism), **optimizer}
+
+
+def _device_name(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
