@@ -124,18 +124,10 @@ def _load() -> None:
     if not _architectures():
         raise BuildError("no CUDA device is visible; check the driver and CUDA_VISIBLE_DEVICES")
     directory = build_directory()
-    complete = directory / "complete"
-    if not complete.exists():
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            # The ranks of a job wait for the first; the system frees the lock if its holder dies.
-            lock = filelock.FileLock(directory / "building").acquire()
-        except OSError as error:
-            raise BuildError(f"cannot write to {directory} ({error}); set REPRO_BUILD_DIR to another folder") from error
-        with lock:
-            if not complete.exists():
-                _compile(directory)
-                complete.touch()
+    try:
+        _build_once(directory)
+    except (OSError, NotImplementedError) as error:  # the latter: filelock, where the file system has no locks
+        raise BuildError(f"cannot write to {directory} ({error}); set REPRO_BUILD_DIR to another folder") from error
     try:
         torch.ops.load_library(str(directory / f"{NAME}.so"))
     except OSError as error:
@@ -145,6 +137,22 @@ def _load() -> None:
     for operator in OPERATORS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAME}::{operator}", "CUDA"):
             raise BuildError(f"the build in {directory} does not register {operator}; remove that folder and try again")
+
+
+def _build_once(directory: Path) -> None:
+    """Build into `directory` where no whole build is.
+
+    Raises BuildError; OSError or NotImplementedError where the folder cannot be written or locked.
+    """
+    complete = directory / "complete"
+    if complete.exists():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    # The ranks of a job wait for the first; the system frees the lock if its holder dies.
+    with filelock.FileLock(directory / "building"):
+        if not complete.exists():
+            _compile(directory)
+            complete.touch()
 
 
 def _compile(directory: Path) -> None:
@@ -207,17 +215,29 @@ def _check_toolchain() -> None:
 
 
 def _release(nvcc: Path) -> str | None:
-    """The toolkit's version as nvcc prints it, such as 13.0; None where it prints something else."""
-    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    """The toolkit's version as nvcc prints it, such as 13.0; None where it prints something else.
+
+    Raises BuildError where nvcc does not run.
+    """
+    try:
+        printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise BuildError(f"{nvcc} does not run ({error}); install the CUDA toolkit and set CUDA_HOME") from error
     match = re.search(r"release (\d+\.\d+)", printed)
     return match.group(1) if match else None
 
 
 def _architectures() -> list[str]:
-    """Compute capabilities of the visible GPUs, such as ["9.0"]."""
+    """Compute capabilities of the visible GPUs, such as ["9.0"]. Raises BuildError where CUDA does not start."""
     import torch
 
-    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    try:
+        capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    except RuntimeError as error:  # a forked process, a driver that is too old, a GPU that is lost or another's alone
+        raise BuildError(
+            f"CUDA does not start in this process ({str(error).splitlines()[0]}); "
+            "check the driver, and start workers with spawn, not fork"
+        ) from error
     return [f"{major}.{minor}" for major, minor in sorted(capabilities)]
 
 

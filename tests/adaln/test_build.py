@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import multiprocessing
 import os
 import re
 import subprocess
@@ -97,6 +99,29 @@ def _unwritable(tools, patch):
     patch.setenv("REPRO_BUILD_DIR", str(tools / "file"))
 
 
+def _failing_when(method, name, error):
+    """Path's `method` raises where the file is called `name`; the rest of the file system works."""
+
+    def change(tools, patch):
+        original = getattr(Path, method)
+
+        def call(path, *args, **options):
+            if path.name == name:
+                raise error
+            return original(path, *args, **options)
+
+        patch.setattr(Path, method, call)
+
+    return change
+
+
+def _raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
 FAILURES = {
     "ninja": (_without("ninja"), "ninja is not installed", "pip install ninja"),
     "compiler": (_without("c++"), r"no C\+\+ compiler \(c\+\+\)", r"install g\+\+, or set CXX"),
@@ -118,7 +143,34 @@ FAILURES = {
     ),
     "PyTorch": (_attribute(torch.version, "cuda", None), "not built for CUDA", "install a CUDA build of PyTorch"),
     "device": (_attribute(torch.cuda, "device_count", lambda: 0), "no CUDA device is visible", "CUDA_VISIBLE_DEVICES"),
+    "forked process": (
+        _attribute(
+            torch.cuda, "get_device_capability", _raising(RuntimeError("Cannot re-initialize CUDA in forked process"))
+        ),
+        r"CUDA does not start in this process \(Cannot re-initialize CUDA in forked process\)",
+        "start workers with spawn",
+    ),
+    "driver": (
+        _attribute(torch.cuda, "device_count", _raising(RuntimeError("CUDA unknown error\nmore"))),
+        r"CUDA does not start in this process \(CUDA unknown error\)",
+        "check the driver",
+    ),
+    "nvcc that does not run": (
+        lambda tools, patch: (tools / "cuda/bin/nvcc").chmod(0o644),
+        "nvcc does not run .*Permission denied",
+        "install the CUDA toolkit and set CUDA_HOME",
+    ),
     "folder": (_unwritable, "cannot write to", "set REPRO_BUILD_DIR"),
+    "unreadable folder": (
+        _failing_when("exists", "complete", PermissionError(13, "Permission denied")),
+        "cannot write to .*Permission denied",
+        "set REPRO_BUILD_DIR",
+    ),
+    "file system without locks": (
+        _attribute(filelock.FileLock, "acquire", _raising(NotImplementedError("no flock"))),
+        "cannot write to .*no flock",
+        "set REPRO_BUILD_DIR",
+    ),
     "sources": (
         lambda tools, patch: (tools.parent / "csrc/binding.cpp").unlink(),
         "sources are not at",
@@ -184,6 +236,56 @@ def test_concurrent_first_calls_build_once(machine, builder):
     assert answers == [True] * 8 and len(builder) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_another_process_waits_for_the_build_and_does_not_repeat_it(machine, builder, monkeypatch, tmp_path):
+    """It has found no build and waits for the lock when the first one is done. Forked, for the stand-ins' sake."""
+    context = multiprocessing.get_context("fork")
+    building, waiting = context.Event(), context.Event()
+    builds = tmp_path / "builds.txt"
+
+    def load(name, source_files, *, build_directory, **options):
+        with builds.open("a") as f:
+            f.write(f"{os.getpid()}\n")
+        building.set()
+        assert waiting.wait(60)
+        Path(build_directory, f"{name}.so").touch()
+
+    def later_process():
+        acquire = filelock.FileLock.acquire
+
+        def announced(lock, *args, **options):
+            waiting.set()
+            return acquire(lock, *args, **options)
+
+        filelock.FileLock.acquire = announced
+        assert building.wait(60)
+        sys.exit(0 if build.ensure_loaded() else 1)
+
+    monkeypatch.setattr(cpp_extension, "load", load)
+    later = context.Process(target=later_process)
+    later.start()
+    assert build.ensure_loaded(), build.failure()
+    later.join(60)
+    assert later.exitcode == 0
+    assert builds.read_text().split() == [str(os.getpid())]
+
+
+def test_a_disk_that_fills_up_while_building_leaves_the_composite(machine, builder, monkeypatch):
+    _failing_when("touch", "complete", OSError(28, "No space left on device"))(machine, monkeypatch)
+    with pytest.warns(RuntimeWarning, match=r"cannot write to .*No space left on device.*set REPRO_BUILD_DIR") as heard:
+        assert not build.ensure_loaded() and not build.ensure_loaded()
+    assert len(heard) == len(builder) == 1
+
+    with filelock.FileLock(build.build_directory() / "building", timeout=0):
+        pass  # it is free: nobody waits for a build that failed
+
+
+def test_errors_of_the_program_itself_are_not_taken_for_a_missing_build(machine, builder, monkeypatch):
+    monkeypatch.setattr(build, "sources", _raising(TypeError("a bug")))
+    with pytest.raises(TypeError, match="a bug"):
+        build.ensure_loaded()
+
+
 def test_a_failed_build_shows_the_compilers_last_lines_on_request(machine, monkeypatch):
     def load(*args, **options):
         raise RuntimeError("Error building extension 'repro_adaln':\n" + "noise\n" * 100 + "forward.cu(7): error: no")
@@ -216,7 +318,7 @@ def test_a_library_that_does_not_load_is_refused(machine, builder, monkeypatch):
 
 
 def test_directory_tells_builds_apart(machine, monkeypatch):
-    """Sources (headers too), flags, CUDA and architectures each make another build."""
+    """Sources (headers too), flags, CUDA, architectures and PyTorch each make another build."""
     seen = [build.build_directory()]
     (build.sources() / "vector.cuh").write_text("// changed\n")
     seen.append(build.build_directory())
@@ -227,7 +329,10 @@ def test_directory_tells_builds_apart(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: ((9, 0), (10, 0))[i])
     seen.append(build.build_directory())
-    assert len(set(seen)) == 5 and seen[-1].name.endswith("cu131-sm90-sm100")
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0" if name == "torch" else version(name))
+    seen.append(build.build_directory())
+    assert len(set(seen)) == 6 and seen[-1].name.endswith("cu131-sm90-sm100")
     (build.sources() / "NOTES.md").write_text("not compiled\n")
     assert build.build_directory() == seen[-1]
 
