@@ -39,6 +39,21 @@ def test_mean_far_above_spread(device, impl):
     assert_close(differentiate(layer_norm_modulate, inputs, impl=impl), exact(inputs), (2e-3, 2e-3))
 
 
+@pytest.mark.parametrize("shape", [(2, 64, 64), (2, 64, 1536)], ids=str)
+def test_composite_under_a_mean_of_a_million(shape):
+    """Float32 leaves 1/16 between neighbours there, and a mean rounded to it would put up to 3e-2 on every y.
+
+    x - mean has no such error once the mean of the differences is taken off, so y keeps its usual bar. mean itself
+    is right to a rounding of its own and one of the sum's; the backward, which starts from it, is off by as much.
+    """
+    inputs = op_cases.make(shape, mean=1e6)
+    y, mean, rstd = composite.forward(inputs.x, inputs.shift, inputs.scale, 1e-6, None)
+    x_rows = inputs.x.double().flatten(0, 1)
+    assert error(y, exact(inputs).y) <= BARS[torch.float32][0]
+    assert error(rstd, (x_rows.var(-1, correction=0) + 1e-6).rsqrt()) <= BARS[torch.float32][0]
+    assert float((mean.double() - x_rows.mean(-1)).abs().max()) <= 1 / 16
+
+
 @pytest.mark.parametrize("dim", [1, 3, 7, 1000])
 def test_odd_dims(device, impl, dim):
     """Small D is badly conditioned (rows of nearly equal features, dx nearly all cancelled): a looser bar."""
