@@ -346,6 +346,7 @@ def judge(claim: Claim, evidence: Evidence) -> tuple[str, str]:
         return "not run", f"interval is reversed: {evidence.ci_low} > {evidence.ci_high}"
     slack = _ROUNDING * max(abs(evidence.ci_low), abs(evidence.ci_high))
     if not evidence.ci_low - slack <= evidence.value <= evidence.ci_high + slack:
-        return "not run", f"value {evidence.value} lies outside its own interval [{evidence.ci_low}, {evidence.ci_high}]"
+        interval = f"[{evidence.ci_low}, {evidence.ci_high}]"
+        return "not run", f"value {evidence.value} lies outside its own interval {interval}"
     verdict = claim.rule.verdict(claim.paper, evidence)
     return verdict, "the evidence lacks the two counts" if verdict == "not run" else ""
