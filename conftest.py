@@ -10,7 +10,10 @@ import pytest
 @functools.cache
 def _no_gpu() -> str | None:
     """Why GPU tests cannot run here; None where they can."""
-    torch = pytest.importorskip("torch")
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of its own that PyTorch cannot load
+        return f"needs PyTorch: {error}"
     return None if torch.cuda.is_available() else "needs a CUDA device, and PyTorch sees none here"
 
 
