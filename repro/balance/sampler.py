@@ -7,8 +7,9 @@ the same code on the same corpus; `EpochReport.fingerprint` is there to be compa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -141,21 +142,35 @@ class ScheduleSampler:
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Go on after the steps of a `state_dict`, exactly as the run that made it would have.
 
-        Raises ValueError where corpus, policy, layout or code differ, so that the schedule would be another one.
+        Raises ValueError, and stays as it was, where corpus, policy, layout or code differ, so that the schedule would
+        be another one, and for a state that is incomplete or has more steps than the epoch.
         """
-        self.seed, self.epoch, self._schedule = int(state["seed"]), int(state["epoch"]), None
-        if fingerprint(self.schedule) != state["schedule"]:
+        seed, epoch, steps = (_whole(state, name) for name in ("seed", "epoch", "steps"))
+        schedule = self.policy.schedule(self.corpus, self.layout, seed, epoch)
+        here = fingerprint(schedule)
+        if here != state.get("schedule"):
             raise ValueError(
-                f"state is of schedule {state['schedule']}, here it is {fingerprint(self.schedule)}: resume with the "
-                "same corpus, policy and layout, or start a new epoch"
+                f"state is of schedule {state.get('schedule')}, here it is {here}: resume with the same corpus, "
+                "policy and layout, or start a new epoch"
             )
-        self._first_step = self._dealt_steps = int(state["steps"])
+        if not 0 <= steps <= schedule.steps:
+            raise ValueError(f"steps of the state must be in 0..{schedule.steps}, got {steps}")
+        self.seed, self.epoch, self._schedule = seed, epoch, schedule
+        self._first_step = self._dealt_steps = steps
+
+
+def _whole(state: Mapping[str, object], name: str) -> int:
+    value = state.get(name)
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} of the state must be a whole number, got {value!r}")
+    return int(value)
 
 
 def fingerprint(schedule: Schedule) -> str:
-    """Sixteen hex digits that tell schedules apart."""
-    digest = hashlib.sha256()
-    for array in (schedule.bucket, schedule.batch, schedule.order):
+    """Sixteen hex digits that tell schedules apart, the shapes and tokens of their buckets included."""
+    corpus = schedule.corpus
+    digest = hashlib.sha256(" ".join(map(str, corpus.shapes)).encode())
+    for array in (corpus.tokens, schedule.bucket, schedule.batch, schedule.order):
         digest.update(repr(array.shape).encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]

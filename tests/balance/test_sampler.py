@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from repro.balance.balanced import Balanced
 from repro.balance.cost import reference_wan14b
 from repro.balance.policies import EqualToken
-from repro.balance.sampler import ScheduleSampler
+from repro.balance.sampler import ScheduleSampler, fingerprint
 from repro.balance.schedule import Layout
 from repro.corpus.mixes import named
+from repro.corpus.shapes import Shape
 
 COST = reference_wan14b()
 CORPUS = named("wan-uniform", samples=3_000)
@@ -74,6 +76,39 @@ def test_state_of_another_schedule_is_refused() -> None:
         _sampler().state_dict(10_000)
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.3, got 4"):
         _sampler(rank=4)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 10**6}, {"steps": -3}, {"steps": 2.5}, {"seed": None}, {"epoch": True}])
+def test_a_refused_state_changes_nothing(wrong: dict[str, object]) -> None:
+    state = _sampler(seed=7).state_dict(3) | {"epoch": 0} | wrong
+    sampler = _sampler(seed=5)
+    sampler.set_epoch(2)
+    before = sampler.state_dict(0)
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} of the state must be"):
+        sampler.load_state_dict(state)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="resume with the same"):
+        sampler.load_state_dict(_sampler(seed=7).state_dict(3) | {"schedule": "0"})
+    assert (sampler.seed, sampler.epoch) == (5, 2)
+    assert sampler.state_dict(0) == before
+    assert len(list(sampler)) == sampler.report().micro_batches
+
+
+def test_a_state_at_the_end_of_its_epoch_is_accepted() -> None:
+    steps = _sampler().schedule.steps
+    sampler = _sampler()
+    sampler.load_state_dict(_sampler().state_dict(steps))
+    assert list(sampler) == []
+
+
+def test_the_fingerprint_tells_shapes_and_tokens_apart() -> None:
+    """The same numbers of samples in as many buckets, dealt alike."""
+    turned = tuple(Shape(s.frames, s.width, s.height) for s in CORPUS.shapes)
+    schedules = [
+        EqualToken(48_000).schedule(corpus, LAYOUT)
+        for corpus in (CORPUS, replace(CORPUS, shapes=turned), replace(CORPUS, tokens=CORPUS.tokens - 1))
+    ]
+    assert all(np.array_equal(s.batch, schedules[0].batch) for s in schedules)
+    assert len({fingerprint(s) for s in schedules}) == 3
 
 
 def test_report_says_what_will_be_filled_before_training() -> None:
