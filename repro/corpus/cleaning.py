@@ -55,7 +55,10 @@ def _floats(raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         with suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # all text, all numbers: seven times faster
             text = pa.array(raw, type=pa.string(), from_pandas=True)
             return text.cast(pa.float64()).to_numpy(zero_copy_only=False, writable=True)
-    return np.asarray(pd.to_numeric(raw, errors="coerce"), dtype=np.float64)
+    numbers = np.array(pd.to_numeric(raw, errors="coerce"), dtype=np.float64)
+    if raw.dtype == object or raw.dtype == bool:  # true of JSON and Parquet would count as 1
+        numbers[[isinstance(v, bool | np.bool_) for v in raw]] = np.nan
+    return numbers
 
 
 def _numbers(field: str, raw: npt.NDArray[Any] | None, n: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint8]]:

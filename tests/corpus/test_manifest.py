@@ -192,6 +192,22 @@ def test_nonsense_in_json_lines(tmp_path: Path) -> None:
     assert got.report.examples["height missing or NaN"] == ["clips.jsonl:9: height is None"]
 
 
+@pytest.mark.parametrize("field", ["height", "width", "frames", "fps"])
+def test_a_truth_value_is_no_number(tmp_path: Path, field: str) -> None:
+    clip = {"frames": 81, "height": 480, "width": 832, "fps": 16}
+    path = tmp_path / "clips.jsonl"
+    path.write_text(json.dumps(clip) + "\n" + json.dumps(clip | {field: True}) + "\n")
+    got = load(path)
+    assert counts(got) == {Shape(81, 480, 832): 1}
+    assert got.report.dropped == {f"{field} not a number": 1}
+    assert got.report.examples[f"{field} not a number"] == [f"clips.jsonl:2: {field} is True"]
+
+    path = tmp_path / "clips.parquet"  # where a whole column is of one type
+    pd.DataFrame([clip | {field: True}]).to_parquet(path)
+    with pytest.raises(ManifestError, match=f"1 {field} not a number"):
+        load(path)
+
+
 def test_nulls_in_parquet(tmp_path: Path) -> None:
     frame = pd.DataFrame({"frames": [81, None, 0], "height": [480, 480, 480], "width": ["832", "832", "832"]})
     path = tmp_path / "clips.parquet"
