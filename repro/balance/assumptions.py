@@ -77,8 +77,9 @@ ASSUMPTIONS: tuple[Assumption, ...] = (
     ),
     Assumption(
         "micro-batches a step, and samples a step",
-        "one micro-batch a step and rank, whatever samples a step that gives",
-        "the paper mentions no gradient accumulation and compares tokens/s, not steps",
+        "one micro-batch a step and rank, whatever samples a step that gives; rows and notes say how many",
+        "the paper mentions no gradient accumulation and compares tokens/s, not steps; larger batches mean fewer "
+        "optimizer steps an epoch, which tokens/s does not show",
         "throughput: 1, 4 and 8 with samples a step matched",
     ),
     Assumption(

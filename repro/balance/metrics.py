@@ -19,6 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 UNITS: dict[str, str] = {
     "samples_per_s": "1/s",
     "tokens_per_s": "1/s",
+    "samples_per_step": "samples",
     "share_of_perfect": "fraction",
     "mix_distance": "fraction",
     "bucket_cv": "fraction",

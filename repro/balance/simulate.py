@@ -65,6 +65,7 @@ class Simulation:
 
     samples_per_s: float
     tokens_per_s: float
+    samples_per_step: float
     share_of_perfect: float
     mix_distance: float
     bucket_cv: float
@@ -75,7 +76,6 @@ class Simulation:
     backlog_steps: float
     memory_use: float
     pinned_share: float
-    samples_per_step: float
     step_seconds: FloatArray
 
     def metric(self, name: str) -> float:
@@ -123,6 +123,7 @@ def simulate(schedule: Schedule, cost: Cost, layout: Layout, communication: Comm
     return Simulation(
         samples_per_s=corpus.samples / total,
         tokens_per_s=float((corpus.counts * corpus.tokens).sum()) / total,
+        samples_per_step=corpus.samples / schedule.steps,
         share_of_perfect=min(share, 1.0),  # above 1 by rounding only
         mix_distance=float(metrics.mix_distance(schedule).mean()),
         bucket_cv=metrics.bucket_cv(schedule, seconds),
@@ -133,7 +134,6 @@ def simulate(schedule: Schedule, cost: Cost, layout: Layout, communication: Comm
         backlog_steps=schedule.backlog_steps,
         memory_use=metrics.memory_use(schedule, layout.m_mem),
         pinned_share=metrics.pinned_share(schedule),
-        samples_per_step=corpus.samples / schedule.steps,
         step_seconds=step_seconds,
     )
 
