@@ -157,6 +157,31 @@ def test_matched_settings_use_the_memory_limit_as_budget(found):
     assert samples["balanced"] == pytest.approx(8 * 2 * 30 * 6, rel=0.05)  # six samples a micro-batch, 30 steps
 
 
+def test_load_meets_where_the_ranks_do(found):
+    setting = replace(BASE, policy="equal_token", protocol="matched", sync="step", micro_batches=4, m_mem=48_000)
+    corpus = found._corpus(setting)
+    schedule = found.policy(setting).schedule(corpus, setting.layout, seed=2)
+    load = (schedule.batch * corpus.tokens[schedule.bucket].astype(float) ** 2).sum(axis=1)
+    once = found.run(setting).values["load_cv"][2]
+    assert once == pytest.approx((load.std(axis=1) / load.mean(axis=1)).mean())
+    # Sums of four differ by half of what one does.
+    assert once < 0.7 * found.run(replace(setting, sync="micro_batch")).values["load_cv"][2]
+
+
+def test_matched_policies_agree_on_samples_a_step(rows):
+    # quadratic_budget cuts micro-batches of its own sizes: a few of them over make one more step.
+    own = Campaign(rows)
+    setting = replace(BASE, ranks=64, protocol="matched", micro_batches=8, m_mem=48_000)
+    corpus = own._corpus(setting)
+    steps = {
+        p: own.policy(at).schedule(corpus, at.layout, seed=0).steps
+        for p in ("equal_token", "quadratic_budget", "dual_constraint_same_bucket")
+        for at in [replace(setting, policy=p)]
+    }
+    assert steps["equal_token"] > 100
+    assert [steps["equal_token"] / n for n in steps.values()] == pytest.approx([1, 1, 1], abs=0.01)
+
+
 def test_campaigns_follow_their_rows(rows):
     first = campaign(rows, QUICK)
     assert campaign(rows.copy(), QUICK) is first
