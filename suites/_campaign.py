@@ -15,8 +15,11 @@ import numpy.typing as npt
 from scipy import stats
 
 from repro.balance.campaign import FULL, SMOKE, UNITS, Campaign, Effort, Outcome, Setting, campaign
+from repro.balance.memory import fit_memory, state_bytes
+from repro.balance.models import MODELS
 from repro.measure.stats import Interval
 from repro.suite import Case, CaseSkipped, Evidence, Measurement, Profile
+from suites import block_time, cost_model
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from repro.measure.machine import Machine
 
 CONFIDENCE = 0.95
+COVERED = "the interval covers the drawing of samples only, not the fits of cost and memory"
 
 Pair = tuple[float | None, float | None]
 
@@ -157,6 +161,30 @@ def figure_legend(
     figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns or len(found))
 
 
+def more_samples(table: pd.DataFrame, setting: Setting) -> str:
+    """For a note: by how much a setting's optimizer steps are larger than the baseline's, which tokens/s hides."""
+    found = ratio(compare(table, setting, "samples_per_step"))
+    if found is None:
+        return "samples an optimizer step unknown"
+    return f"{abs(100 * (found - 1)):.1f}% {'more' if found >= 1 else 'fewer'} samples an optimizer step"
+
+
+def m_mem_of_device(table: pd.DataFrame, model: str, adaln: str, ranks: int) -> float | None:
+    """M_mem in tokens that fits the device beside the model's state on `ranks` ranks, fully sharded.
+
+    From the limit that `cost_model` states for its own number of ranks, and the state that more ranks take away. None
+    where `cost_model` states none.
+    """
+    at = (table["suite"] == cost_model.NAME) & (table["metric"] == "m_mem")
+    found = table[at & (table["model"] == model) & (table["adaln"] == adaln)]
+    if found.empty:
+        return None
+    size, memory = MODELS[model], fit_memory(table, model, adaln).model
+    freed = state_bytes(size, cost_model.RANKS, "micro_batch") - state_bytes(size, ranks, "micro_batch")
+    a_token = size.layers * memory.checkpoint + memory.token + memory.sample / min(block_time.BUCKETS)
+    return float(found["value"].iloc[-1]) + freed / a_token
+
+
 def percent(number: float | None) -> str:
     """A percentage for a note: "+12.3%", or "unknown"."""
     return "unknown" if number is None else f"{number:+.1f}%"
@@ -165,4 +193,6 @@ def percent(number: float | None) -> str:
 def evidence(claim: str, effect: pd.Series, compared: Pair, note: str) -> Evidence:
     """Evidence from the row of an effect. compared: the two values behind it, as from `compare`."""
     center, low, high = (float(effect[c]) for c in ("value", "ci_low", "ci_high"))
+    width = ", and has no width since every seed deals the same micro-batches" if low == high else ""
+    note = f"{note}; {COVERED}{width}"
     return Evidence(claim, center, low, high, "simulated", baseline=compared[0], treated=compared[1], note=note)

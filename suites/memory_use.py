@@ -19,7 +19,7 @@ from repro.balance import assumptions, policies
 from repro.balance.campaign import PARAMETERS as PARAMETERS
 from repro.balance.campaign import Setting
 from repro.suite import Case, Evidence, Figure, Measurement, Profile
-from suites import _campaign
+from suites import _campaign, sensitivity
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NAME = "memory_use"
 CLAIMS = ("B5",)
-NEEDS = ("block_time",)
+NEEDS = ("block_time", "cost_model", "sensitivity")
 SIMULATED = True
 
 RANKS = (8, 16)
@@ -80,7 +80,8 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         f"{treated.m_mem:,} tokens, which is the paper's rise itself: buckets whose batch cannot grow keep the mean "
         f"below it; tokens held {_campaign.percent(None if tokens is None else 100 * (tokens - 1))}; 16 ranks "
         f"{rise(replace(treated, ranks=16))}; with the fused AdaLN {rise(replace(treated, adaln='fused'))}; equal_time "
-        f"{rise(replace(treated, policy='equal_time'))}, balanced {rise(replace(treated, policy='balanced'))}"
+        f"{rise(replace(treated, policy='equal_time'))}, balanced {rise(replace(treated, policy='balanced'))}; "
+        f"with M_mem: {sensitivity.elsewhere(rows, treated, PAPER_RISE, 'peak_memory')}"
     )
     return [_campaign.evidence("B5", effect, _campaign.compare(own, treated, "device_use", 100), note)]
 

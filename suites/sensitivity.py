@@ -2,13 +2,15 @@
 
 A lattice around the base point of `repro.balance.assumptions` (wan-uniform, 14B, M_mem 1.227 x the baseline's budget,
 16 ranks, one micro-batch a step): M_mem / budget from 1 to 3, ranks from 1 to 1,024, every named corpus, 1.3B and 14B;
-for AdaptiveLoad as a whole (dual_constraint, fused AdaLN) also M_mem with ranks, and M_mem with M_comp.
-A second lattice compares policies with samples a step matched: every corpus on 2 to 1,024 ranks, four micro-batches a
+for AdaptiveLoad as a whole (dual_constraint, fused AdaLN) also M_mem with ranks, and M_mem with M_comp. M_mem on the
+paper's numbers of ranks and on the worst mix too: what the notes of T3, B3, B4, B5 and B7 say beyond the base point. A
+second lattice compares policies with samples a step matched: every corpus on 2 to 1,024 ranks, four micro-batches a
 step, M_mem = budget.
 
 Columns: `repro.balance.campaign.PARAMETERS`. Metrics: gain (%, tokens/s over equal_token with eager AdaLN, seeds
-paired), those of METRICS, and in the second lattice balanced_lead (%, samples/s of balanced over this policy's, seeds
-paired). Simulated from the device's `block_time` rows.
+paired), those of METRICS, for the paper's rule and its baseline with eager AdaLN those of EVEN, and in the second
+lattice balanced_lead (%, samples/s of balanced over this policy's, seeds paired). Simulated from the device's
+`block_time` rows.
 """
 
 from __future__ import annotations
@@ -49,7 +51,19 @@ MATCHED_RANKS = (2, 8, 16, 64, 1024)
 MATCHED_MICRO_BATCHES = 4
 BASE_RANKS = 16
 
-METRICS = ("tokens_per_s", "samples_per_s", "share_of_perfect", "mix_distance", "rank_cv", "step_cv", "pinned_share")
+METRICS = (
+    "tokens_per_s",
+    "samples_per_s",
+    "samples_per_step",
+    "share_of_perfect",
+    "mix_distance",
+    "rank_cv",
+    "step_cv",
+    "pinned_share",
+)
+EVEN = ("load_cv", "peak_memory")
+PLAIN = (assumptions.BASELINE, (assumptions.ADAPTIVELOAD[0], assumptions.BASELINE[1]))
+"""Policy and AdaLN of what the imbalance and memory claims compare."""
 
 PAPER_GAIN = {8: 25.6, 16: 27.18}
 """Gain in tokens/s in % on so many GPUs (AdaptiveLoad, arXiv 2605.17923)."""
@@ -71,6 +85,8 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
     """Simulate one setting, and what it is compared with on the same seeds."""
     found, setting, outcome = _campaign.simulated(case, inputs, WIDE)
     rows = _campaign.rows(outcome, METRICS)
+    if setting.protocol == "as_published" and (setting.policy, setting.adaln) in PLAIN:
+        rows += _campaign.rows(outcome, EVEN)
     if setting != setting.baseline():
         rows.append(_campaign.paired(found, setting, setting.baseline(), "tokens_per_s", "gain"))
     if setting.protocol == "matched" and setting.policy != "balanced":
@@ -80,7 +96,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
 
 
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
-    """None of its own: the notes of T1 and T2 quote these rows."""
+    """None of its own: the notes of claims in other suites quote these rows."""
     return []
 
 
@@ -90,22 +106,56 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
     return [_draw_device(str(device), table) for device, table in own.groupby("device", sort=True)]
 
 
-def along_m_mem(table: pd.DataFrame, setting: Setting) -> tuple[list[float], list[float]]:
-    """M_mem in tokens and gain in % of a setting, as far as they were simulated, whatever the setting's own M_mem."""
-    points = [(float(m), _campaign.value(table, replace(setting, m_mem=m), "gain")) for m in _m_mems()]
-    known = [(m, g) for m, g in points if g is not None]
-    return [m for m, _ in known], [g for _, g in known]
+def along_m_mem(table: pd.DataFrame, setting: Setting, effect: str = "gain") -> tuple[list[float], list[float]]:
+    """M_mem in tokens and an effect in %, as far as they were simulated, whatever the setting's own M_mem.
+
+    effect: `gain`, or a metric whose change from the baseline's mean is meant: the fall of a CV, the rise of any other.
+    """
+    points = [(float(m), _effect(table, replace(setting, m_mem=m), effect)) for m in _m_mems()]
+    known = [(m, e) for m, e in points if e is not None]
+    return [m for m, _ in known], [e for _, e in known]
 
 
-def m_mem_for(table: pd.DataFrame, setting: Setting, gain: float) -> float | None:
-    """The least M_mem in tokens at which a setting gains `gain` %, interpolated; None where none of them does."""
-    m_mem, gains = along_m_mem(table, setting)
-    for (m0, g0), (m1, g1) in zip(zip(m_mem, gains, strict=True), zip(m_mem[1:], gains[1:], strict=True), strict=False):
-        if g0 >= gain:
+def m_mem_for(table: pd.DataFrame, setting: Setting, wanted: float, effect: str = "gain") -> float | None:
+    """The least M_mem in tokens at which an effect is `wanted` %, interpolated; None where it is that nowhere."""
+    m_mem, found = along_m_mem(table, setting, effect)
+    for (m0, e0), (m1, e1) in zip(zip(m_mem, found, strict=True), zip(m_mem[1:], found[1:], strict=True), strict=False):
+        if e0 >= wanted:
             return m0
-        if g1 >= gain:
-            return m0 + (gain - g0) / (g1 - g0) * (m1 - m0)
+        if e1 >= wanted:
+            return m0 + (wanted - e0) / (e1 - e0) * (m1 - m0)
     return None
+
+
+def elsewhere(rows: pd.DataFrame, setting: Setting, wanted: float, effect: str = "gain", what: str = "") -> str:
+    """For a note: an effect at M_mem (a) and (b), what fits the device, and from which M_mem on it is `wanted` %.
+
+    what: names the wanted effect, where that is not the paper's. rows: of this suite, `cost_model` and `block_time`.
+    """
+    what = what or f"the paper's {wanted:g}%"
+    own = rows[rows["suite"] == NAME]
+    m_mem, found = along_m_mem(own, setting, effect)
+    if not m_mem:
+        return "M_mem was not varied here"
+    text = f"{np.interp(setting.m_mem, m_mem, found):+.1f}% at (a), "
+    fits = _campaign.m_mem_of_device(rows, setting.model, setting.adaln, setting.ranks)
+    if fits is not None:
+        beyond = "" if fits <= m_mem[-1] else f", taken at {m_mem[-1]:,.0f}"
+        where = f"{fits:,.0f} tokens, what fits the device on {setting.ranks} ranks{beyond}"
+        text += f"{np.interp(fits, m_mem, found):+.1f}% at (b) ({where}), "
+    needed = m_mem_for(own, setting, wanted, effect)
+    if needed is None:
+        return f"{text}{what} is reached nowhere up to {m_mem[-1]:,.0f}"
+    return f"{text}{what} needs M_mem {needed:,.0f} tokens"
+
+
+def _effect(table: pd.DataFrame, setting: Setting, effect: str) -> float | None:
+    if effect == "gain":
+        return _campaign.value(table, setting, effect)
+    ratio = _campaign.ratio(_campaign.compare(table, setting, effect))
+    if ratio is None:
+        return None
+    return 100 * (1 - ratio if effect.endswith("_cv") else ratio - 1)
 
 
 def rivals(table: pd.DataFrame) -> pd.DataFrame:
@@ -156,6 +206,10 @@ def _settings() -> Iterator[Setting]:
             yield from (replace(s, model=model, ranks=ranks, m_mem=m) for s in (whole[0], loose) for m in _m_mems())
     for ranks in RANKS:
         yield from (replace(s, ranks=ranks, m_mem=m) for s in (whole[0], loose) for m in _m_mems())
+    plain = [Setting(p, a, r) for p, a in PLAIN for r in PAPER_GAIN]
+    worst = [replace(s, corpus=assumptions.WORST_CORPUS) for s in (*plain, replace(whole[0], ranks=16))]
+    for m_mem in _m_mems():
+        yield from (replace(s, m_mem=m_mem) for s in (*plain, *worst))
     for ratio in M_COMP_RATIOS:
         yield from (replace(whole[0], m_mem=_m_mem(ratio), m_comp=c) for c in M_COMPS)
     for corpus in mixes.names():

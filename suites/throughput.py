@@ -82,7 +82,10 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
     if effect is not None:
         ratio = effect.copy()
         ratio[["value", "ci_low", "ci_high"]] = 1 + effect[["value", "ci_low", "ci_high"]].astype(float) / 100
-        note = f"tokens/s of an epoch; {_assumed(worst)}; {_factorial(own, worst)}; {_slow_steps(own, worst)}"
+        note = (
+            f"tokens/s of an epoch; {_assumed(worst)}; {_factorial(own, worst)}; {_slow_steps(own, worst)}; gain "
+            f"{sensitivity.elsewhere(rows, worst, 0.0, what='a floor no lower')}; {_ours(own, worst)}"
+        )
         result.append(_campaign.evidence("T3", ratio, _campaign.compare(own, worst, "tokens_per_s"), note))
     return result
 
@@ -122,42 +125,29 @@ def _factorial(table: pd.DataFrame, whole: Setting) -> str:
     """Batching and the fused op apart."""
     policy, adaln = assumptions.BASELINE
     return (
-        f"of {_gain(table, whole)}: dual constraint alone {_gain(table, replace(whole, adaln=adaln))}, fused AdaLN "
-        f"alone {_gain(table, replace(whole, policy=policy))}"
+        f"{_campaign.more_samples(table, whole)}; of {_gain(table, whole)}: dual constraint alone "
+        f"{_gain(table, replace(whole, adaln=adaln))}, fused AdaLN alone {_gain(table, replace(whole, policy=policy))}"
     )
 
 
 def _elsewhere(rows: pd.DataFrame, whole: Setting) -> str:
     """The gain at M_mem (b), what measured memory says fits on the device, and the M_mem of the paper's gain."""
-    swept = rows[rows["suite"] == sensitivity.NAME]
     paper = sensitivity.PAPER_GAIN[whole.ranks]
-    fits = _m_mem_of_device(rows)
-    told = []
-    for m_comp in (assumptions.M_COMP, assumptions.M_COMP_LOOSE):
-        setting = replace(whole, m_comp=m_comp)
-        m_mem, gains = sensitivity.along_m_mem(swept, setting)
-        if not m_mem:
-            continue
-        needed = sensitivity.m_mem_for(swept, setting, paper)
-        limit = f"more than {m_mem[-1]:,.0f}" if needed is None else f"{needed:,.0f}"
-        text = f"M_comp x {m_comp:g}: {np.interp(whole.m_mem, m_mem, gains):+.1f}% at (a), "
-        if fits is not None:
-            beyond = "" if fits <= m_mem[-1] else f", taken at {m_mem[-1]:,.0f}"
-            text += f"{np.interp(fits, m_mem, gains):+.1f}% at (b) ({fits:,.0f} tokens, what fits the device{beyond}), "
-        told.append(f"{text}the paper's {paper}% needs M_mem {limit} tokens")
-    return "; ".join(told) or "M_mem was not varied"
-
-
-def _m_mem_of_device(rows: pd.DataFrame) -> float | None:
-    at = (rows["suite"] == "cost_model") & (rows["metric"] == "m_mem") & (rows["model"] == assumptions.MODEL)
-    found = rows[at & (rows["adaln"] == "fused")]
-    return float(found["value"].iloc[-1]) if len(found) else None
+    return "; ".join(
+        f"M_comp x {m:g}: {sensitivity.elsewhere(rows, replace(whole, m_comp=m), paper)}"
+        for m in (assumptions.M_COMP, assumptions.M_COMP_LOOSE)
+    )
 
 
 def _beyond(table: pd.DataFrame, whole: Setting) -> str:
     same = replace(whole, policy="dual_constraint_same_bucket")
+    drawn = f"{_gain(table, same)} with {_campaign.more_samples(table, same)}"
+    return f"were all ranks to draw the same bucket {drawn}; {_ours(table, whole)}"
+
+
+def _ours(table: pd.DataFrame, whole: Setting) -> str:
     ours = replace(whole, policy="balanced")
-    return f"were all ranks to draw the same bucket {_gain(table, same)}; balanced, fused {_gain(table, ours)}"
+    return f"balanced, fused {_gain(table, ours)} with {_campaign.more_samples(table, ours)}"
 
 
 def _slow_steps(table: pd.DataFrame, worst: Setting) -> str:

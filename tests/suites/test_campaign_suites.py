@@ -13,6 +13,8 @@ import pytest
 from repro.balance import assumptions
 from repro.balance.campaign import PARAMETERS, Effort, Setting
 from repro.balance.cost import reference_wan14b
+from repro.balance.memory import fit_memory, memory_limit
+from repro.balance.models import MODELS
 from repro.claims import BY_ID, judge
 from repro.records import Store
 from repro.report import style
@@ -59,13 +61,22 @@ def quick():
 
 @pytest.fixture(scope="module")
 def swept(inputs, quick):
-    """Sensitivity rows that the notes of T1 and T2 quote."""
+    """Sensitivity rows that notes quote."""
     cases = [
         c for c in sensitivity.cases("full", H200)
-        if c.key["adaln"] == "fused" and c.key["policy"] == "dual_constraint" and c.key["model"] == "wan-14b"
-        and c.key["ranks"] in (8, 16) and c.key["corpus"] == "wan-uniform"
+        if c.key["policy"] in PLAIN and c.key["model"] == "wan-14b" and c.key["protocol"] == "as_published"
+        and c.key["ranks"] in (8, 16) and c.key["corpus"] in ("wan-uniform", "worst-case")
     ]  # fmt: skip
     return measured(sensitivity, cases, inputs)
+
+
+@pytest.fixture(scope="module")
+def fits():
+    """Rows of cost_model with what fits the device on its number of ranks."""
+    return pd.DataFrame([
+        {"suite": "cost_model", "metric": "m_mem", "model": "wan-14b", "adaln": a, "form": "power", "value": v}
+        for a, v in (("eager", 90_000), ("fused", 96_000))
+    ])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -155,15 +166,47 @@ def test_throughput_evidence_tells_batching_from_the_fused_op(inputs, gains, swe
     assert judge(BY_ID["T3"], found["T3"])[0] == "reproduced"
 
 
-def test_what_fits_the_device_stands_in_the_note(inputs, gains, swept):
-    fits = pd.DataFrame([
-        {"suite": "cost_model", "metric": "m_mem", "model": "wan-14b", "adaln": a, "form": "power", "value": v}
-        for a, v in (("eager", 90_000), ("fused", 96_000))
-    ])  # fmt: skip
+def test_throughput_notes_tell_samples_a_step(inputs, gains, swept):
+    found = {e.claim: e for e in throughput.evidence(pd.concat([inputs, gains, swept], ignore_index=True))}
+    for claim, ranks, corpus in (("T1", 8, "wan-uniform"), ("T2", 16, "wan-uniform"), ("T3", 16, "worst-case")):
+        at = {s: Setting(*s, ranks, corpus=corpus) for s in (("dual_constraint", "fused"), ("balanced", "fused"))}
+        for setting in at.values():
+            own, base = (_campaign.value(gains, s, "samples_per_step") for s in (setting, setting.baseline()))
+            assert own > base
+            assert f"{100 * (own / base - 1):.1f}% more samples an optimizer step" in found[claim].note
+    one = _campaign.lookup(gains, Setting("equal_token", "eager", 8), "samples_per_step")
+    assert (one["unit"], one["value"]) == ("samples", pytest.approx(8 * 6, rel=0.02))  # six a micro-batch on average
+
+
+def test_fewer_samples_a_step_are_called_fewer():
+    setting = Setting("balanced", "eager", 8)
+    steps = {setting: 90.0, setting.baseline(): 100.0}
+    table = pd.DataFrame([{**s.key, "metric": "samples_per_step", "value": v} for s, v in steps.items()])
+    assert _campaign.more_samples(table, setting) == "10.0% fewer samples an optimizer step"
+    assert "unknown" in _campaign.more_samples(table.iloc[:1], setting)
+
+
+def test_what_fits_the_device_stands_in_the_note(inputs, gains, swept, fits):
     rows = pd.concat([inputs, gains, swept, fits], ignore_index=True)
-    note = next(e.note for e in throughput.evidence(rows) if e.claim == "T2")
-    whole = Setting("dual_constraint", "fused", 16, m_mem=96_000)
-    assert f"{_campaign.value(swept, whole, 'gain'):+.1f}% at (b) (96,000 tokens, what fits the device)" in note
+    found = {e.claim: e.note for e in throughput.evidence(rows)}
+    whole = Setting("dual_constraint", "fused", 8, m_mem=96_000)
+    gain = f"{_campaign.value(swept, whole, 'gain'):+.1f}%"
+    assert f"{gain} at (b) (96,000 tokens, what fits the device on 8 ranks)" in found["T1"]
+    assert "what fits the device on 16 ranks" in found["T2"]
+    # The fused op's gain alone lifts the floor, whatever memory there is.
+    assert "a floor no lower needs M_mem 48,000 tokens" in found["T3"]
+
+
+def test_what_fits_follows_the_ranks(inputs, fits):
+    size, memory = MODELS["wan-14b"], fit_memory(inputs, "wan-14b", "fused")
+    shortest = min(block_time.BUCKETS)
+    eight, sixteen = (memory_limit(memory, size, 120e9, r, "micro_batch", shortest) for r in (8, 16))
+    stated = fits.assign(value=float(eight))
+    rows = pd.concat([inputs, stated], ignore_index=True)
+    assert _campaign.m_mem_of_device(rows, "wan-14b", "fused", 8) == eight
+    assert sixteen > eight + 10_000
+    assert _campaign.m_mem_of_device(rows, "wan-14b", "fused", 16) == pytest.approx(sixteen, abs=2)  # whole tokens
+    assert _campaign.m_mem_of_device(inputs, "wan-14b", "fused", 16) is None
 
 
 def test_balanced_decides_no_claim(inputs, gains, imbalances, memory, swept):
@@ -189,6 +232,38 @@ def test_imbalance_evidence(inputs, imbalances):
     assert len(falls[falls["m_comp"] == 1.0]) == 2 * 8
 
 
+def test_imbalance_and_memory_notes_tell_other_limits(inputs, imbalances, memory, swept, fits):
+    rows = pd.concat([inputs, imbalances, memory, swept, fits], ignore_index=True)
+    notes = {e.claim: e.note for s in (imbalance, memory_use) for e in s.evidence(rows)}
+    rule = Setting("dual_constraint", "eager", 16, m_mem=72_000)
+    for claim, cv in (("B3", "load_cv"), ("B4", "step_cv")):
+        m_mem, falls = sensitivity.along_m_mem(swept, rule, cv)
+        after, before = (_campaign.value(swept, s, cv) for s in (rule, rule.baseline()))
+        assert dict(zip(m_mem, falls, strict=True))[72_000] == pytest.approx(100 * (1 - after / before))
+        assert f"{falls[2]:+.1f}% at (a)" in notes[claim]
+        assert "what fits the device on 16 ranks" in notes[claim]
+        assert f"the paper's {imbalance.PAPER_FALLS[cv]:g}%" in notes[claim]
+    m_mem, rises = sensitivity.along_m_mem(swept, replace(rule, ranks=8), "peak_memory")
+    assert rises == sorted(rises)
+    assert f"{np.interp(90_000, m_mem, rises):+.1f}% at (b) (90,000 tokens, what fits the device on 8" in notes["B5"]
+    assert "the paper's 22.7%" in notes["B5"]
+    assert "at (b)" in notes["B7"]
+    assert all("M_mem was not varied" not in n for n in notes.values())
+    bare = imbalance.evidence(pd.concat([inputs, imbalances], ignore_index=True))
+    assert all("M_mem was not varied here" in e.note for e in bare)
+
+
+def test_notes_say_what_an_interval_covers(inputs, imbalances, gains):
+    rows = pd.concat([inputs, imbalances, gains], ignore_index=True)
+    found = [e for s in (imbalance, throughput) for e in s.evidence(rows)]
+    assert len(found) == 6
+    assert all(_campaign.COVERED in e.note and "no width" not in e.note for e in found)
+    effect = pd.Series({"value": 5.0, "ci_low": 5.0, "ci_high": 5.0})
+    note = _campaign.evidence("B5", effect, (1.0, 2.0), "as fitted").note
+    assert note.startswith("as fitted; ")
+    assert note.endswith("no width since every seed deals the same micro-batches")
+
+
 def test_which_bound_binds(inputs, quick):
     rows = inputs
     tight = Setting("dual_constraint", "eager", 16, m_comp=0.1)
@@ -200,6 +275,7 @@ def test_which_bound_binds(inputs, quick):
 def test_memory_evidence_is_the_policys_alone(inputs, memory):
     (e,) = memory_use.evidence(pd.concat([inputs, memory], ignore_index=True))
     assert (e.claim, e.kind) == ("B5", "simulated")
+    assert e.value == _campaign.value(memory, Setting("dual_constraint", "eager", 8), "device_use_rise")
     assert 0 < e.value < 22.7  # pinned buckets and state keep it below the rise of the limit
     assert e.value == pytest.approx(100 * (e.treated / e.baseline - 1), abs=0.2)
     use = memory[memory["metric"] == "memory_use"]["value"]
@@ -229,6 +305,13 @@ def test_the_m_mem_of_a_gain_is_interpolated():
     assert sensitivity.m_mem_for(table, setting, -1.0) == 48_000
     assert sensitivity.m_mem_for(table, setting, 31.0) is None
     assert sensitivity.m_mem_for(table.iloc[:0], setting, 1.0) is None
+    rows = table.assign(suite="sensitivity")
+    at = replace(setting, m_mem=72_000)
+    found = sensitivity.elsewhere(rows, at, 25.0)
+    assert found == f"+30.0% at (a), the paper's 25% needs M_mem {(low + high) / 2:,.0f} tokens"
+    assert sensitivity.elsewhere(rows, at, 31.0).endswith("the paper's 31% is reached nowhere up to 144,000")
+    assert sensitivity.elsewhere(rows, at, 0.0, what="no loss").endswith("no loss needs M_mem 48,000 tokens")
+    assert sensitivity.elsewhere(rows, replace(at, corpus="images"), 1.0) == "M_mem was not varied here"
 
 
 def test_matched_cases_tell_balanceds_lead(inputs, quick):
