@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -34,6 +35,7 @@ NAMED_SAMPLES = 1_000_000
 """Clips that a corpus given by name is shown with."""
 WIDTH = 140
 """Columns of the tables where the output is no terminal."""
+PICTURES = (".png", ".svg", ".pdf")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -53,11 +55,11 @@ def main(
     bandwidth: Annotated[
         float | None, typer.Option(min=0.001, help="of collectives, GB/s; else taken as hidden")
     ] = None,
-    fps: Annotated[float, typer.Option(min=0.1, help="training frame rate")] = 16.0,
+    fps: Annotated[float | None, typer.Option(min=0.1, help="training frame rate, 16 unless given")] = None,
     repeat: Annotated[list[str] | None, typer.Option(metavar="SOURCE=N", help="epochs of a source in one")] = None,
     policy: Annotated[str | None, typer.Option(help="whose batch sizes to write; else the best table")] = None,
     write: Annotated[Path | None, typer.Option(help="plan.yaml; a picture goes beside it")] = None,
-    figure: Annotated[Path | None, typer.Option(help="picture, .png or .svg")] = None,
+    figure: Annotated[Path | None, typer.Option(help="picture, .png, .svg or .pdf")] = None,
     log: Annotated[Path | None, typer.Option(help="CSV of every clip dropped or changed")] = None,
     extrapolate: Annotated[bool, typer.Option("--extrapolate", help="beyond the measured shapes")] = False,
     results: Annotated[Path, typer.Option(help="folder of results", show_default=False)] = ROOT / "results",
@@ -78,6 +80,10 @@ def main(
     try:
         store = Store(results)
         _check_policy(policy)
+        figure = _picture(write, figure)
+        reading = {"fps": fps, "repeats": _repeats(repeat), "log": log}
+        _check_reading(clips, reading)
+        device, borrowed = _measured(store, device)
         setup = _setup(
             store,
             memory_gb,
@@ -94,10 +100,10 @@ def main(
         )
         costs, memory = plan_setup.read_costs(store, setup)
         limit, notes = plan_setup.token_limit(setup, costs, memory)
-        corpus, about = _clips(clips, limit, costs, extrapolate, fps=fps, repeats=_repeats(repeat), log=log)
+        corpus, about = _clips(clips, limit, costs, extrapolate, reading)
         plan = planner.make(setup, costs, corpus, limit)
         console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-        plan_view.show(plan, console, about, [*_elsewhere(setup, store), *notes, *plan.warnings])
+        plan_view.show(plan, console, about, [*borrowed, *_elsewhere(setup, store), *notes, *plan.warnings])
         for path in _write(plan, policy, write, figure):
             console.print(f"wrote {path}")
     except (ManifestError, PlanError, ValueError, OSError) as error:
@@ -111,7 +117,6 @@ def _setup(store: Store, memory_gb: float | None, sync: str, bandwidth: float | 
     """The setup, with the device's recorded memory unless told otherwise. Raises PlanError."""
     if sync not in get_args(Sync):
         raise PlanError(f"--sync must be {' or '.join(get_args(Sync))}, got {sync!r}")
-    plan_setup.require_measured(store, given["device"])
     memory = memory_gb * 1e9 if memory_gb else plan_setup.recorded_memory(store, given["device"])
     if memory is None:
         raise PlanError(f"{given['device']} has no record of its memory: give --memory-gb")
@@ -122,6 +127,42 @@ def _setup(store: Store, memory_gb: float | None, sync: str, bandwidth: float | 
 def _check_policy(name: str | None) -> None:
     if name is not None and name not in policies.NAMES:
         raise PlanError(f"no policy {name!r}; known: {', '.join(policies.NAMES)}")
+
+
+def _picture(write: Path | None, figure: Path | None) -> Path | None:
+    """Where the picture goes, if anywhere. Raises PlanError for a kind that is not drawn, or the plan's own file."""
+    if figure is None and write is not None:
+        figure = write.with_suffix(".png")
+    if figure is not None and figure.suffix.lower() not in PICTURES:
+        raise PlanError(f"--figure must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}, got {str(figure)!r}")
+    if figure is not None and figure == write:
+        raise PlanError(f"plan and picture would both be {write}: give --write a name in .yaml, or another --figure")
+    return figure
+
+
+def _check_reading(clips: str, reading: Mapping[str, object]) -> None:
+    """Raise PlanError for options of a manifest that a corpus by name has no use for."""
+    given = [f"--{'repeat' if name == 'repeats' else name}" for name, value in reading.items() if value]
+    if clips in mixes.names() and given:
+        raise PlanError(
+            f"{', '.join(given)} would change nothing: {clips} is a corpus by name, not a manifest; leave it out"
+        )
+
+
+def _measured(store: Store, device: str) -> tuple[str, list[str]]:
+    """The device whose rows tell step times, and the line that says so where it is one of several that were named.
+
+    Step times of blocks are of one GPU, so nvidia-h200-x8 without rows of its own has nvidia-h200's. Raises PlanError
+    where neither was measured.
+    """
+    one = plan_file.one_device(device)
+    try:
+        plan_setup.require_measured(store, device)
+    except PlanError:
+        if one == device or store.rows("block_time", one, "full").empty:
+            raise
+        return one, [f"no step times of {device} itself: planned with those of one such device, {one}"]
+    return device, []
 
 
 def _repeats(given: list[str] | None) -> dict[str, float]:
@@ -138,7 +179,9 @@ def _repeats(given: list[str] | None) -> dict[str, float]:
     return found
 
 
-def _clips(text: str, limit: int, costs: Costs, extrapolate: bool, **reading: Any) -> tuple[Corpus, list[str]]:
+def _clips(
+    text: str, limit: int, costs: Costs, extrapolate: bool, reading: Mapping[str, Any]
+) -> tuple[Corpus, list[str]]:
     """The corpus to plan for, and the lines that tell what became of its clips. Raises ManifestError, PlanError.
 
     A manifest's clips go to Wan 2.1's buckets up to the longest sequence that memory, and the measurements, allow.
@@ -152,7 +195,8 @@ def _clips(text: str, limit: int, costs: Costs, extrapolate: bool, **reading: An
         near = difflib.get_close_matches(text, mixes.names(), n=3, cutoff=0.4) or mixes.names()
         raise PlanError(f"{text!r} is neither a file nor a corpus; nearest corpora: {', '.join(near)}")
     longest = limit if extrapolate else min(limit, costs.quadratic.range.tokens[1])
-    manifest = load(text, BucketGrid(max_tokens=longest), **reading)
+    given = {name: value for name, value in reading.items() if value}
+    manifest = load(text, BucketGrid(max_tokens=longest), **given)
     return manifest.corpus, [f"{Path(text).name}: buckets up to {longest:,} tokens", *manifest.report.lines()]
 
 
@@ -176,7 +220,6 @@ def _write(plan: Plan, policy: str | None, write: Path | None, figure: Path | No
     if write is not None:
         plan_file.write(plan, policy or plan.best_table(), write)
         written.append(write)
-        figure = figure or write.with_suffix(".png")
     if figure is not None:
         plan_view.draw(plan, figure)
         written.append(figure)

@@ -142,7 +142,7 @@ def draw(plan: Plan, path: Path) -> None:
             f"{plan.corpus.name}: {plan.setup.model.name} on {plan.setup.ranks} x {plan.setup.device}", fontsize=10
         )
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=path.suffix.lstrip(".") or "png")
+        figure.savefig(buffer, format=path.suffix.lstrip("."))
     files.replace(path, buffer.getvalue())
 
 

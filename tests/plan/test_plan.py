@@ -111,6 +111,12 @@ def test_a_useless_manifest_is_one_line_and_exit_code_2(run: Run, tmp_path: Path
         (["wan-uniform", "--sync", "never"], "--sync must be"),
         (["wan-uniform", "--policy", "fair"], "no policy 'fair'"),
         (["wan-uniform", "--repeat", "koala"], "SOURCE=NUMBER"),
+        (["wan-uniform", "--repeat", "koala=2"], "--repeat would change nothing: wan-uniform is a corpus by name"),
+        (["wan-uniform", "--fps", "16", "--log", "log.csv"], "--fps, --log would change nothing"),
+        (["wan-uniform", "--figure", "x.foo"], "--figure must end in .png, .svg or .pdf, got 'x.foo'"),
+        (["wan-uniform", "--figure", "x"], "--figure must end in"),
+        (["wan-uniform", "--write", "x.png"], "plan and picture would both be x.png"),
+        (["wan-uniform", "--device", "nvidia-h100-x8"], "no step times of 'nvidia-h100-x8'; measured: nvidia-h200"),
         (["wan-uniform", "--adaln", "fused"], "fused"),
         (["wan-uniform", "--ranks", "1"], "use more ranks"),
         (["wan-uniform", "--m-mem", "30000"], "more than the memory limit of 30,000"),
@@ -159,9 +165,40 @@ def test_a_written_plan_reads_back_and_knows_where_it_fits(run: Run, tmp_path: P
     assert document["buckets"][0]["policies"].keys() == document["gains"].keys()
 
 
-def test_a_picture_of_any_kind(run: Run, tmp_path: Path) -> None:
-    assert run(mixed(tmp_path), "--figure", tmp_path / "a.svg").exit_code == 0
-    assert "<svg" in (tmp_path / "a.svg").read_text()
+@pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".PNG", b"\x89PNG"), (".pdf", b"%PDF")])
+def test_a_picture_of_any_kind(run: Run, tmp_path: Path, suffix: str, start: bytes) -> None:
+    picture = tmp_path / f"a{suffix}"
+    assert run(mixed(tmp_path), "--figure", picture).exit_code == 0
+    assert picture.read_bytes().startswith(start)
+
+
+def test_nothing_is_written_before_a_refusal(run: Run, tmp_path: Path) -> None:
+    done = run("wan-uniform", "--ranks", 16, "--write", tmp_path / "plan.yaml", "--figure", tmp_path / "x.foo")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_of_a_measured_device_have_its_step_times(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "plan.yaml"
+    done = run(mixed(tmp_path), "--device", "nvidia-h200-x8", "--write", target)
+    assert done.exit_code == 0, done.output
+    assert "warning: no step times of nvidia-h200-x8 itself: planned with those of one such device" in done.stdout
+    assert plan_file.read(target).mismatches("nvidia-h200-x8", 141e9, 8) == []
+
+
+def test_rows_of_the_very_device_come_first(tmp_path: Path) -> None:
+    folder = write(tmp_path / "results")
+    write(folder, "nvidia-h200-x8")
+    arguments = ["wan-uniform", "--ranks", "16", "--device", "nvidia-h200-x8", "--results", str(folder)]
+    out = CliRunner().invoke(app, arguments).stdout
+    assert "16 ranks of nvidia-h200-x8" in out and "itself" not in out
+
+
+def test_the_frame_rate_of_a_manifest_is_16_unless_given(run: Run, tmp_path: Path) -> None:
+    path = clips(tmp_path, "frames,height,width,fps\n" + "81,480,832,16\n" * 40)
+    for given, bucket in (((), "81x480x832"), (("--fps", 8), "33x480x832")):
+        out = run(path, *given).stdout
+        assert bucket in out and "40 records: 40 clips" in out
 
 
 @pytest.mark.parametrize("text", ["", "a: 1\n", "{", "format: 99\n"])
