@@ -1,7 +1,7 @@
 """Batch sizes and expected gain for your clips, before you rent the GPUs.
 
     python -m repro.plan clips.csv --ranks 16
-    python -m repro.plan wan-uniform --model wan-1.3b --ranks 8 --write plan.yaml
+    python -m repro.plan wan-uniform --model wan-1.3b --m-mem 48000 --write plan.yaml
 
 Exit codes: 0 done, 2 nothing to plan with (one line says why; --debug shows the traceback).
 """
@@ -74,7 +74,7 @@ def main(
     \b
     python -m repro.plan clips.csv --ranks 16
     python -m repro.plan "shards/clips-{000..127}.tar" --repeat koala=2 --write plan.yaml
-    python -m repro.plan wan-uniform --model wan-1.3b --memory-gb 80
+    python -m repro.plan wan-uniform --memory-gb 80 --ranks 32
     """  # noqa: D301 - click reads the backspace: keep these lines
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
