@@ -247,8 +247,11 @@ def test_imbalance_and_memory_notes_tell_other_limits(inputs, imbalances, memory
     assert rises == sorted(rises)
     assert f"{np.interp(90_000, m_mem, rises):+.1f}% at (b) (90,000 tokens, what fits the device on 8" in notes["B5"]
     assert "the paper's 22.7%" in notes["B5"]
-    assert "at (b)" in notes["B7"]
-    assert all("M_mem was not varied" not in n for n in notes.values())
+    # B7's largest fall may be at a corpus on which M_mem was not varied; it was on these two.
+    varied = rows[rows["corpus"].isna() | rows["corpus"].isin(["wan-uniform", "worst-case"])]
+    (largest,) = (e.note for e in imbalance.evidence(varied) if e.claim == "B7")
+    assert "at (b)" in largest
+    assert "the paper's 50%" in largest
     bare = imbalance.evidence(pd.concat([inputs, imbalances], ignore_index=True))
     assert all("M_mem was not varied here" in e.note for e in bare)
 
