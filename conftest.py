@@ -1,8 +1,10 @@
-"""Tests and benchmarks everywhere in the checkout: which of them this machine can run."""
+"""Tests and benchmarks everywhere in the checkout: which of them this machine can run, and how fast they must be."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,3 +24,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and (reason := _no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def require_within(request: pytest.FixtureRequest) -> Callable[[Any, float], None]:
+    """Assert that a benchmark that has run took at most so many seconds, in its best round: others use the machine too.
+
+    Only under `--benchmark-only`; a plain test run says nothing about speed.
+    """
+
+    def check(benchmark: Any, seconds: float) -> None:
+        benchmark.extra_info["limit_seconds"] = seconds
+        if request.config.getoption("benchmark_only") and benchmark.stats is not None:
+            best = benchmark.stats.stats.min
+            assert best <= seconds, (
+                f"the best of {benchmark.stats.stats.rounds} rounds took {best:.3g} s, over {seconds} s"
+            )
+
+    return check

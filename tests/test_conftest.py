@@ -50,3 +50,32 @@ def test_without_pytorch_gpu_tests_are_skipped_and_the_others_run(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed, 1 skipped" in done.stdout
     assert "needs PyTorch: " in done.stdout
+
+
+SPEED = """
+import pytest
+
+@pytest.mark.parametrize("limit", [1e-9, 60])
+def test_speed(benchmark, require_within, limit):
+    benchmark.pedantic(sum, args=(range(1000),), rounds=2)
+    require_within(benchmark, limit)
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "outcome"),
+    [
+        ("--benchmark-only", "1 failed, 1 passed"),
+        ("--benchmark-enable", "2 passed"),
+        ("--benchmark-disable", "2 passed"),
+    ],
+)
+def test_speed_limits_are_asserted_under_benchmark_only(tmp_path: Path, option: str, outcome: str) -> None:
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_speed.py").write_text(SPEED)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", option, "-q"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert outcome in done.stdout, done.stdout + done.stderr
+    assert ("the best of 2 rounds took" in done.stdout) == ("failed" in outcome)
