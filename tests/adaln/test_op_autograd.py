@@ -177,14 +177,15 @@ def test_compile_keeps_a_cache_for_each_caller(monkeypatch):
     """Past Dynamo's limit of recompilations a caller hears of it; other callers' shapes do not count."""
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, backend="eager", **options))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)
     torch._dynamo.reset()
     one, other = get_impl("compile"), get_impl("compile")
-    for function in (one, other):
-        for rows in (1, 2, 3):
-            function(torch.randn(1, rows, 8), torch.randn(1, 8), torch.randn(1, 8))
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        one(torch.randn(1, 4, 8), torch.randn(1, 8), torch.randn(1, 8))
+    # not monkeypatch: to undo a setting that was never set it deletes it, and then Dynamo finds none at all
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for function in (one, other):
+            for rows in (1, 2, 3):
+                function(torch.randn(1, rows, 8), torch.randn(1, 8), torch.randn(1, 8))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            one(torch.randn(1, 4, 8), torch.randn(1, 8), torch.randn(1, 8))
 
 
 def test_unknown_implementation():
