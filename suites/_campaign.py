@@ -193,6 +193,7 @@ def percent(number: float | None) -> str:
 def evidence(claim: str, effect: pd.Series, compared: Pair, note: str) -> Evidence:
     """Evidence from the row of an effect. compared: the two values behind it, as from `compare`."""
     center, low, high = (float(effect[c]) for c in ("value", "ci_low", "ci_high"))
-    width = ", and has no width since every seed deals the same micro-batches" if low == high else ""
+    same = high - low <= 1e-9 * abs(center)  # but for rounding
+    width = ", and has no width since every seed deals the same micro-batches" if same else ""
     note = f"{note}; {COVERED}{width}"
     return Evidence(claim, center, low, high, "simulated", baseline=compared[0], treated=compared[1], note=note)

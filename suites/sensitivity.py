@@ -145,7 +145,9 @@ def elsewhere(rows: pd.DataFrame, setting: Setting, wanted: float, effect: str =
         text += f"{np.interp(fits, m_mem, found):+.1f}% at (b) ({where}), "
     needed = m_mem_for(own, setting, wanted, effect)
     if needed is None:
-        return f"{text}{what} is reached nowhere up to {m_mem[-1]:,.0f}"
+        return f"{text}{what} is reached nowhere up to {m_mem[-1]:,.0f} tokens"
+    if needed == m_mem[0]:
+        return f"{text}{what} holds at {needed:,.0f} tokens already, the least that was simulated"
     return f"{text}{what} needs M_mem {needed:,.0f} tokens"
 
 
