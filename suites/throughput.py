@@ -174,7 +174,8 @@ def _draw_gains(device: str, table: pd.DataFrame) -> Figure:
     caption = (
         f"Tokens/s over equal-token batches with eager AdaLN, simulated from block_time on {device}: 14B, M_mem "
         f"{assumptions.M_MEM:,} tokens, one micro-batch a step, so that larger batches also mean more "
-        "samples a step. The paper's AdaptiveLoad is the dual constraint with the fused AdaLN. Bars are 95% intervals over seeds."
+        "samples a step. The paper's AdaptiveLoad is the dual constraint with the fused AdaLN. Bars are 95% "
+        "intervals over seeds."
     )
     return Figure(f"throughput-{device}", figure, caption, CLAIMS)
 
