@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from repro.balance import assumptions
-from repro.balance.campaign import PARAMETERS, Effort, Setting
+from repro.balance.campaign import PARAMETERS, WIDE, Effort, Setting
 from repro.balance.cost import reference_wan14b
 from repro.balance.memory import fit_memory, memory_limit
 from repro.balance.models import MODELS
@@ -379,6 +379,28 @@ def test_balanced_is_never_slower_than_a_policy_of_no_larger_mix_distance(device
     assert len(found)
     slower = found[found["ci_high"] < 0]
     assert slower.empty, slower.to_string()
+
+
+def deviations(suite, device):
+    """Of matched rows: samples a step over the baseline's in the same setting, less 1, by setting."""
+    rows = Store(RESULTS).rows(suite.NAME, device, "full")
+    found = rows[(rows["protocol"] == "matched") & (rows["metric"] == "samples_per_step")]
+    cell = ["ranks", "corpus", "sync", "micro_batches", "m_mem"]
+    base = found[found["policy"] == "equal_token"].set_index(cell)["value"]
+    return found.assign(off=found["value"] / base.loc[list(found[cell].itertuples(index=False))].to_numpy() - 1)
+
+
+@pytest.mark.parametrize("device", committed() or [pytest.param("", marks=pytest.mark.skip("no committed rows"))])
+def test_committed_matched_settings_have_equal_samples_a_step(device):
+    found = deviations(throughput, device)
+    assert len(found) == 8 * 3 * 3 * 2
+    assert found["off"].abs().max() < 0.01
+    # The lattice's epochs on many ranks have fewer than 100 steps, of which the tail may take one more or less.
+    found = deviations(sensitivity, device)
+    assert len(found) == 8 * 8 * 5
+    steps = (found["ranks"] * found["micro_batches"]).map(WIDE.steps_on)
+    beyond = found[found["off"].abs() >= np.maximum(0.01, 1.01 / (steps - 1))]
+    assert beyond.empty, beyond[["policy", "ranks", "corpus", "off"]].to_string()
 
 
 def test_the_never_slower_lattice_is_whole():
