@@ -110,8 +110,8 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
             f"{i} {time['eager'] / time[i]:.2f}x" for i in IMPLS if i in time and i not in ("stream", "eager", impl)
         ]
         ceiling = _select(own, metric="ceiling").set_index("impl")["value"]
-        called = _select(rows, **{**CLAIMED, "tokens": min(TOKENS), "pass": direction, "metric": "time_called"})
-        called = called.set_index("impl")["value"]
+        small = _select(rows, **{**CLAIMED, "tokens": min(TOKENS), "pass": direction, "metric": "time_called"})
+        called = small.set_index("impl")["value"]
         shown = [f"{i} {ceiling[i]:.0f}%" for i in IMPLS if i in ceiling and i in ("eager", "fused", "dtile")]
         found.append(
             Evidence(
