@@ -267,8 +267,12 @@ def _draw_replay(rows: pd.DataFrame) -> list[Figure]:
         )
         for ax, (x, label, paper), r in zip(axes[0], panels, found, strict=True):
             ax.plot(x, steps["value"], "o", color=style.color("equal_token"))
-            for at, s in zip(zip(x, steps["value"], strict=True), steps["tokens"], strict=True):
-                ax.annotate(f"{s:,}", at, textcoords="offset points", xytext=(4, 4), fontsize=7)
+            ax.margins(x=0.15)
+            # Lengths next to each other often lie close: their labels go to opposite sides.
+            points = sorted(zip(steps["tokens"], x, steps["value"], strict=True))
+            for i, (length, *at) in enumerate(points):
+                look = {"xytext": (5, -7), "ha": "left"} if i % 2 == 0 else {"xytext": (-5, 2), "ha": "right"}
+                ax.annotate(f"{length:,}", at, textcoords="offset points", fontsize=7, **look)
             ax.set(xlabel=label, title=f"R = {r.value:.2f} [{r.low:.2f}, {r.high:.2f}], paper {paper}", ylim=(0, None))
         axes[0, 0].set_ylabel(f"ms, {LAYERS['wan-14b']} blocks at 14B width")
         caption = (

@@ -151,7 +151,8 @@ def paper_value(axes: Axes, value: float, text: str, *, along: str = "x") -> Non
     """The paper's value as a dashed line: a height (along x, the default) or a position (along y)."""
     look: dict[str, Any] = {"color": GREY, "linestyle": (0, (5, 3)), "linewidth": 1.1, "zorder": 1.5}
     note: dict[str, Any] = {"color": GREY, "fontsize": 7.5, "textcoords": "offset points"}
-    note["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # data may pass behind
+    # The box keeps grid lines out of the text; data (lines have zorder 2) passes over both and is never hidden.
+    note |= {"zorder": 1.6, "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}}
     if along == "x":
         axes.axhline(value, **look)
         axes.annotate(text, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 3), ha="right", **note)
