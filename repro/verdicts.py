@@ -45,7 +45,7 @@ COLUMNS = (
 class Verdict:
     """A claim, what decided it (None: nothing), on which device, and the verdict.
 
-    newest: greatest run_id behind the evidence. gpus: GPUs of the device, 0 for a CPU.
+    newest: greatest run_id behind the evidence. gpus: GPUs of the device, 0 for a CPU. suite: whose evidence it is.
     """
 
     claim: Claim
@@ -55,6 +55,7 @@ class Verdict:
     device: str = ""
     gpus: int = 0
     newest: str = ""
+    suite: str = ""
 
     @property
     def rank(self) -> tuple[bool, bool, int, str]:
@@ -105,9 +106,8 @@ def judge_all(store: Store, suites: Mapping[str, Suite]) -> tuple[list[Verdict],
                     verdict, reason = judge(BY_ID[evidence.claim], evidence)
                     note = "; ".join(filter(None, (reason, evidence.note)))
                     newest = str(own["run_id"].max())
-                    found.append(
-                        Verdict(BY_ID[evidence.claim], verdict, note, evidence, device, gpus_of(store, device), newest)
-                    )
+                    claim, gpus = BY_ID[evidence.claim], gpus_of(store, device)
+                    found.append(Verdict(claim, verdict, note, evidence, device, gpus, newest, name))
             except Exception as e:
                 errors.append(f"{name} on {device}: no evidence: {type(e).__name__}: {e}")
     chosen, rest = [], []

@@ -59,7 +59,7 @@ def draw(rows: Sequence[tables.Row]) -> Figure:
     return figure
 
 
-def _scale(row: tables.Row) -> tuple[float, float] | None:
+def scale(row: tables.Row) -> tuple[float, float] | None:
     """(no effect, the paper's value) where the effect has a natural zero; thresholds and equivalences have none."""
     rule = BY_ID[row["id"]].rule
     if not row["paper"] or float(row["paper"]) == 0:
@@ -72,12 +72,12 @@ def _scale(row: tables.Row) -> tuple[float, float] | None:
 
 
 def _marks(axes: Axes, y: int, row: tables.Row) -> None:
-    scale = _scale(row)
+    found = scale(row)
     axes.axhline(y + 0.5, xmin=_COLUMNS["id"], xmax=1.93, color="#E8E8E8", linewidth=0.7, clip_on=False, zorder=0.4)
-    if scale is None:
+    if found is None:
         axes.text(1.04, y, "judged by a threshold", va="center", fontsize=7, color=style.GREY)
         return
-    none, paper = scale
+    none, paper = found
 
     def position(value: float) -> float:
         return (value - none) / (paper - none)
