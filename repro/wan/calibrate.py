@@ -12,7 +12,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from repro.records import files
 from repro.wan.batching import Costs
 from repro.wan.engine import Engine
 from repro.wan.objective import FlowMatching
+from repro.wan.parallel import Stranded, World
 from repro.wan.samples import FlowLosses
 from repro.wan.synthetic import SyntheticSamples
 
@@ -39,6 +41,8 @@ MARGIN = 0.08
 """Share of the GPU's memory that stays free: fragmentation, NCCL's buffers, what other steps need at their worst."""
 RESOLUTION = 0.05
 """The bisection of M_mem ends once the bounds are this close."""
+AGREE_SECONDS = 60.0
+"""How long a rank that ran out of memory waits for the others to have run out too."""
 _LENGTHS = max(6, FOLDS)
 _END = "end"
 _COLUMNS = ("setting", "shape", "batch", "tokens", "seconds", "peak_bytes", "fits")
@@ -48,7 +52,7 @@ _COLUMNS = ("setting", "shape", "batch", "tokens", "seconds", "peak_bytes", "fit
 class Probe:
     """One shape measured. seconds: median, of the slowest rank. peak_bytes: of the fullest rank; -1 on CPUs.
 
-    fits: false where memory ran out, and seconds is NaN.
+    fits: false where memory ran out, and seconds is NaN. passes: seconds of each pass that counts, empty where recalled.
     """
 
     shape: Shape
@@ -56,6 +60,7 @@ class Probe:
     seconds: float
     peak_bytes: int
     fits: bool
+    passes: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def tokens(self) -> int:
@@ -77,18 +82,27 @@ class Sweep:
     """Measures shapes on a live engine; every rank makes one and calls it together with the others.
 
     make: an engine before its first step. engine: the current one; its parameters and optimizer are as made. Where
-    memory runs out it is made anew, for what FSDP was doing cannot be undone; on several ranks that takes all of them
-    running out alike, as they do with the same shape, or else the run ends. path: CSV of what was measured; rows of
-    the same `setting` (without commas) are not measured again.
+    memory runs out it is made anew, for what FSDP was doing cannot be undone. On several ranks that takes all of them
+    running out alike, as they do with the same shape under the same cap on memory, which the least free GPU sets; a
+    rank that runs out alone raises `Stranded` within `AGREE_SECONDS`. path: CSV of what was measured, None to keep
+    none; rows of the same `setting` (without commas) are not measured again.
     """
 
-    def __init__(self, make: Callable[[], Engine], path: Path, setting: str) -> None:
-        self._make, self.path, self.setting = make, path, setting
+    def __init__(self, make: Callable[[], Engine], world: World, path: Path | None = None, setting: str = "") -> None:
+        self._make, self.world, self.path, self.setting = make, world, path, setting
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_SECONDS))
+        if self._capped:
+            free, total = torch.cuda.mem_get_info()
+            share = -self._largest(-(free + torch.cuda.memory_reserved()) / total)[0]
+            torch.cuda.set_per_process_memory_fraction(share * (1 - MARGIN / 2))
         self.engine = make()
-        self.world = self.engine.world
-        known: list[list[dict[str, str]]] = [_read(path)]
+        known: list[list[dict[str, str]]] = [_read(path) if path else []]
         dist.broadcast_object_list(known, src=0)
         self._rows = known[0]
+
+    @property
+    def _capped(self) -> bool:
+        return self.world.device.type == "cuda" and self.world.size > 1
 
     def probe(self, shape: Shape, batch: int) -> Probe:
         """Measure, or recall, B samples of a shape."""
@@ -114,9 +128,15 @@ class Sweep:
         """Whether this was measured."""
         return any((r["setting"], r["shape"], r["batch"]) == (self.setting, str(shape), str(batch)) for r in self._rows)
 
+    def close(self) -> None:
+        """Lift the cap on memory and leave; the engine stays."""
+        if self._capped:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        dist.destroy_process_group(self._group)
+
     def _write(self, *values: object) -> None:
         self._rows.append(dict(zip(_COLUMNS, map(str, (self.setting, *values)), strict=True)))
-        if self.world.is_first:
+        if self.path is not None and self.world.is_first:
             lines = [",".join(_COLUMNS), *(",".join(row[c] for c in _COLUMNS) for row in self._rows)]
             files.replace(self.path, "".join(f"{line}\n" for line in lines).encode())
 
@@ -129,32 +149,58 @@ class Sweep:
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        seconds, fits = [], True
-        try:
-            for i in range(WARM_UP + REPEATS):
-                self.engine.clock.start()
-                self.engine.gradients([micro_batch], losses=losses)
-                seconds.append(self.engine.clock.stop()[0])
-                self.engine.optimizer.zero_grad()
-                if i >= WARM_UP and self._largest(sum(seconds))[0] > ENOUGH_SECONDS:
-                    break
-        except torch.OutOfMemoryError:
-            fits = False
-        peak = torch.cuda.max_memory_allocated() if cuda else -1
-        median = statistics.median(seconds[WARM_UP:]) if fits else 0.0
-        slowest, fullest, failed = self._largest(median, float(peak), float(not fits))
-        if failed:
+        passes: list[float] = []
+        ran_out = False
+        for i in range(WARM_UP + REPEATS):
+            mine = self._pass(micro_batch, losses)
+            slowest, ran_out = self._agree(f"{shape} x {batch}", mine)
+            if ran_out:
+                break
+            passes.append(slowest)
+            if i >= WARM_UP and sum(passes) > ENOUGH_SECONDS:
+                break
+        (fullest,) = self._largest(float(torch.cuda.max_memory_allocated()) if cuda else -1.0)
+        if ran_out:
             del self.engine
             gc.collect()  # hooks refer to modules in circles
             if cuda:
                 torch.cuda.empty_cache()
             self.engine = self._make()
-        return Probe(shape, batch, float("nan") if failed else slowest, int(fullest), not failed)
+            return Probe(shape, batch, float("nan"), int(fullest), False)
+        counted = tuple(passes[WARM_UP:])
+        return Probe(shape, batch, statistics.median(counted), int(fullest), True, counted)
+
+    def _pass(self, micro_batch: MicroBatch, losses: FlowLosses) -> float | None:
+        """Seconds of a forward and backward pass on this rank; None where memory ran out."""
+        try:
+            self.engine.clock.start()
+            self.engine.gradients([micro_batch], losses=losses)
+            seconds = self.engine.clock.stop()[0]
+            self.engine.optimizer.zero_grad()
+        except torch.OutOfMemoryError:
+            return None
+        return seconds
+
+    def _agree(self, what: str, mine: float | None) -> tuple[float, bool]:
+        """Seconds of the slowest rank, and whether memory ran out, on all of them.
+
+        Raises Stranded where it ran out here only: the others are then waiting in the middle of the pass.
+        """
+        try:
+            slowest, ran_out = self._largest(mine or 0.0, float(mine is None))
+        except RuntimeError as error:
+            if mine is not None:
+                raise
+            raise Stranded(
+                f"ran out of memory at {what}, and {AGREE_SECONDS:g} s later other ranks had not: give --m-mem, or free "
+                "this rank's GPU of what else runs on it"
+            ) from error
+        return slowest, ran_out > 0
 
     def _largest(self, *values: float) -> list[float]:
         """Each value's maximum over ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return [float(v) for v in tensor.tolist()]
 
     def time_left(self, deadline: float) -> bool:

@@ -38,6 +38,10 @@ class WorldError(ValueError):
     """The ranks that were started do not fit this machine or this run; the message is what the user reads."""
 
 
+class Stranded(WorldError):
+    """This rank cannot go on while the others, in the middle of a pass, wait for it: it has to end, and they with it."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process among the ranks. mesh: all ranks in one dimension."""
@@ -75,11 +79,12 @@ class Parallelism:
                 raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}")
 
 
-def join(device_type: str | None = None) -> World:
+def join(device_type: str | None = None, store: dist.Store | None = None) -> World:
     """Join the ranks that torchrun started, or be the only one without it.
 
     device_type: "cuda" or "cpu"; None for GPUs where there are any. GPUs talk through NCCL, CPUs (and everything small
-    that lives on the host) through gloo.
+    that lives on the host) through gloo. store: where ranks meet, if not where the environment says; their numbers are
+    the environment's RANK and WORLD_SIZE.
 
     Raises WorldError where more ranks were started on this machine than it has GPUs.
     """
@@ -95,10 +100,14 @@ def join(device_type: str | None = None) -> World:
     device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        if "RANK" in os.environ:
+        if store is not None:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        elif "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            alone = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     size = dist.get_world_size()
     return World(dist.get_rank(), size, device, init_device_mesh(kind, (size,)))
 

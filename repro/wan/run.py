@@ -22,7 +22,7 @@ from repro.wan.calibrate import Sweep, calibrate
 from repro.wan.checkpointing import Checkpoints
 from repro.wan.config import WanConfig
 from repro.wan.convert import load_diffusers
-from repro.wan.engine import Engine, OptimizerSettings
+from repro.wan.engine import Engine, OptimizerSettings, SampleLosses
 from repro.wan.epochs import Epochs, corpus_hash
 from repro.wan.log import RunLog
 from repro.wan.model import WanModel
@@ -124,21 +124,39 @@ def _check_world(run: Run, world: World) -> None:
         raise WorldError(f"{world.size} ranks, but {corpus.name} has {corpus.samples} samples: start fewer")
 
 
-def _engine(run: Run, world: World) -> Engine:
-    """The engine around a model that is made of shards from the start."""
+def make_engine(
+    config: WanConfig,
+    adaln: str,
+    losses: SampleLosses,
+    parallelism: Parallelism,
+    optimizer: OptimizerSettings,
+    world: World,
+    seed: int = 0,
+    init: Path | None = None,
+) -> Engine:
+    """The engine around a Wan model that is made of shards from the start.
+
+    init: folder of weights in Diffusers' format; None for random ones from `seed`.
+    """
 
     def materialize(model: torch.nn.Module) -> None:
         assert isinstance(model, WanModel)
         model.to_empty(device=world.device)
-        if run.init is None:
-            model.reset_parameters(run.seed)
+        if init is None:
+            model.reset_parameters(seed)
         else:
-            load_diffusers(model, run.init)
+            load_diffusers(model, init)
 
     with torch.device("meta"):
-        model = WanModel(run.config, run.adaln)
+        model = WanModel(config, adaln)
+    return Engine(model, losses, parallelism, optimizer, world, materialize)
+
+
+def _engine(run: Run, world: World) -> Engine:
     losses = FlowLosses(run.source, run.flow, world.device)
-    return Engine(model, losses, run.parallelism, run.optimizer, world, materialize)
+    return make_engine(
+        run.config, run.adaln, losses, run.parallelism, run.optimizer, world, run.seed, run.init
+    )
 
 
 def _engine_and_costs(run: Run, world: World, console: Console) -> tuple[Engine, int, Costs]:
@@ -159,8 +177,9 @@ def _engine_and_costs(run: Run, world: World, console: Console) -> tuple[Engine,
         f"{size.name} {size.layers} layers; {run.adaln}; {run.parallelism}; {world.size} x {_device_name(world)}; "
         f"corpus {corpus_hash(run.source.corpus)}; M_mem {m_mem or 'bisected'}"
     ).replace(",", "")
-    sweep = Sweep(lambda: _engine(run, world), run.out / "calibration.csv", setting)
+    sweep = Sweep(lambda: _engine(run, world), world, run.out / "calibration.csv", setting)
     done = calibrate(sweep, size, run.source.corpus, given.calibrate, m_mem, say)
+    sweep.close()
     return sweep.engine, done.m_mem, done.costs
 
 

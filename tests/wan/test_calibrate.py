@@ -98,18 +98,18 @@ def test_running_out_of_memory_is_recorded_and_survived(tmp_path, monkeypatch):
         return Engine(model, subject.losses, Parallelism(compute="master"), OptimizerSettings(), world)
 
     try:
-        sweep = Sweep(make, tmp_path / "calibration.csv", "test")
+        sweep = Sweep(make, world, tmp_path / "calibration.csv", "test")
         assert sweep.probe(small, 2).fits
         failing = True
         failed = sweep.probe(large, 3)
         assert not failed.fits and math.isnan(failed.seconds)
         failing = False
         assert sweep.probe(large, 2).fits
-        recalled = Sweep(make, tmp_path / "calibration.csv", "test")
+        recalled = Sweep(make, world, tmp_path / "calibration.csv", "test")
         monkeypatch.setattr(recalled, "_measure", None)
         assert not recalled.probe(large, 3).fits and recalled.probe(large, 2) == sweep.probe(large, 2)
         assert recalled.ended is None
         sweep.end(512)
-        assert Sweep(make, tmp_path / "calibration.csv", "test").ended == 512
+        assert Sweep(make, world, tmp_path / "calibration.csv", "test").ended == 512
     finally:
         leave()
