@@ -23,7 +23,7 @@ from repro import runner, verdicts
 from repro import suite as registry
 from repro.measure.machine import Machine, read_machine
 from repro.records import Store
-from repro.report import draw, tables
+from repro.report import draw, html, tables
 from repro.suite import PROFILES, Profile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +41,9 @@ def main(
     device: Annotated[
         str | None, typer.Option(help="Run the simulated suites from this device's recorded rows instead.")
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs to use, which name the device.  [default: one, or the CPU]")
+    ] = None,
     results: Annotated[Path, typer.Option(help="Folder of the results.")] = ROOT / "results",
     figures: Annotated[Path | None, typer.Option(help="Folder of the figures.  [default: beside the results]")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
@@ -53,7 +56,7 @@ def main(
     suites, errors = runner.load_suites()
 
     if measure or dry_run:
-        machine = _recorded_machine(store, device) if device else read_machine()
+        machine = _recorded_machine(store, device) if device else _machine(gpus)
         selected = runner.load_suites(only)[0] if only else suites
         if device:
             selected = {n: s for n, s in selected.items() if registry.is_simulated(s)}
@@ -76,8 +79,11 @@ def main(
     draw.draw_claims(rows, folder)
     tables.update_readme(results.parent / "README.md", rows)
 
+    report = html.write(folder, store, suites, drawn, chosen, rest)
+
     console.print(tables.terminal(rows, console.width))
     console.print(f"{len(drawn) + 1} figures in {folder}, verdicts in {results / 'claims.csv'}", highlight=False)
+    console.print(f"Report: {report}", highlight=False, soft_wrap=True)
     _end([*errors, *undrawn, *unjudged])
 
 
@@ -97,6 +103,14 @@ def _check(profile: str, only: list[str] | None, device: str | None, results: Pa
     if device is not None and device not in devices:
         told = ", ".join(devices) or "none"
         raise typer.BadParameter(f"no rows of {device!r}; recorded devices: {told}", param_hint="--device")
+
+
+def _machine(gpus: int | None) -> Machine:
+    """This machine with so many GPUs."""
+    try:
+        return read_machine(gpus)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpus") from error
 
 
 def _recorded_machine(store: Store, device: str) -> Machine:

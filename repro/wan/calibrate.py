@@ -36,7 +36,7 @@ from repro.wan.synthetic import SyntheticSamples
 
 WARM_UP, REPEATS = 1, 3
 ENOUGH_SECONDS = 4.0
-"""A shape that has taken as long is not repeated further: long passes vary little."""
+"""A shape whose passes have taken as long is not repeated further: long passes vary little."""
 MARGIN = 0.08
 """Share of the GPU's memory that stays free: fragmentation, NCCL's buffers, what other steps need at their worst."""
 RESOLUTION = 0.05
@@ -52,7 +52,7 @@ _COLUMNS = ("setting", "shape", "batch", "tokens", "seconds", "peak_bytes", "fit
 class Probe:
     """One shape measured. seconds: median, of the slowest rank. peak_bytes: of the fullest rank; -1 on CPUs.
 
-    fits: false where memory ran out, and seconds is NaN. passes: seconds of each pass that counts, empty where recalled.
+    fits: false where memory ran out, and seconds is NaN. passes: seconds of each pass that counts; empty if recalled.
     """
 
     shape: Shape
@@ -157,7 +157,7 @@ class Sweep:
             if ran_out:
                 break
             passes.append(slowest)
-            if i >= WARM_UP and sum(passes) > ENOUGH_SECONDS:
+            if i >= WARM_UP and sum(passes[WARM_UP:]) > ENOUGH_SECONDS:
                 break
         (fullest,) = self._largest(float(torch.cuda.max_memory_allocated()) if cuda else -1.0)
         if ran_out:
@@ -192,8 +192,8 @@ class Sweep:
             if mine is not None:
                 raise
             raise Stranded(
-                f"ran out of memory at {what}, and {AGREE_SECONDS:g} s later other ranks had not: give --m-mem, or free "
-                "this rank's GPU of what else runs on it"
+                f"ran out of memory at {what}, and {AGREE_SECONDS:g} s later other ranks had not: give --m-mem, or end "
+                "what else runs on this rank's GPU"
             ) from error
         return slowest, ran_out > 0
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,14 @@ _LINES = 8
 
 
 class RanksError(RuntimeError):
-    """A rank failed, died or took too long; all of them have been ended. The message holds what it said last."""
+    """A rank failed, died or took too long; all of them have been ended. The message holds what it said last.
+
+    raised: name of the exception that the rank raised; empty where it did not.
+    """
+
+    def __init__(self, message: str, raised: str = "") -> None:
+        super().__init__(message)
+        self.raised = raised
 
 
 class Ranks:
@@ -51,13 +59,13 @@ class Ranks:
     def __init__(self, count: int, device: str) -> None:
         self.count, self.device = count, device
         self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        self._output = [tempfile.TemporaryFile() for _ in range(count)]
+        self._output = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 - as long as the ranks
         self._children = [self._start(rank) for rank in range(count)]
         self._asked = itertools.count()
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         atexit.register(self.close)
-        self.ask(f"{__name__}:ready", START_SECONDS)
+        self.ask(f"{__name__}:ready", {}, START_SECONDS)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).resolve().parents[2])
@@ -80,8 +88,8 @@ class Ranks:
         """Whether they can be asked."""
         return bool(self._children) and all(child.poll() is None for child in self._children)
 
-    def ask(self, call: str, seconds: float = 600.0, **arguments: Any) -> Any:
-        """Have every rank run `call`, "module:function", as function(world, **arguments); returns the first one's value.
+    def ask(self, call: str, arguments: Mapping[str, Any], seconds: float = 600.0) -> Any:
+        """Have every rank run `call`, "module:function", as function(world, **arguments); the first one's value.
 
         Arguments and values are what JSON holds. Raises RanksError where a rank raises, dies, or is not done in time.
         """
@@ -91,7 +99,7 @@ class Ranks:
             if not self._children:
                 raise RanksError("the ranks have ended: start others")
             number, deadline = next(self._asked), time.monotonic() + seconds
-            self._store.set(f"request/{number}", json.dumps({"call": call, "arguments": arguments}))
+            self._store.set(f"request/{number}", json.dumps({"call": call, "arguments": dict(arguments)}))
             try:
                 answers = [self._answer(number, rank, deadline, call) for rank in range(self.count)]
             except BaseException:
@@ -108,7 +116,7 @@ class Ranks:
             for r in done:
                 answer = json.loads(self._store.get(f"answer/{number}/{r}"))
                 if "error" in answer:
-                    raise RanksError(f"rank {r}: {answer['error']}")
+                    raise RanksError(f"rank {r}: {answer['raised']}: {answer['error']}", answer["raised"])
                 if r == rank:
                     return answer["value"]
             for r, child in enumerate(self._children):
@@ -169,7 +177,7 @@ def _serve(device: str) -> None:
                 value = getattr(importlib.import_module(module), name)(world, **request["arguments"])
                 answer = {"value": value}
             except Exception as error:
-                answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+                answer = {"error": " ".join(str(error).split()), "raised": type(error).__name__}
             requests.set(f"answer/{number}/{world.rank}", json.dumps(answer))
     except (dist.DistNetworkError, dist.DistStoreError):
         leave()

@@ -39,7 +39,7 @@ class WorldError(ValueError):
 
 
 class Stranded(WorldError):
-    """This rank cannot go on while the others, in the middle of a pass, wait for it: it has to end, and they with it."""
+    """This rank cannot go on while the others, amid a pass, wait for it: it has to end, and they with it."""
 
 
 @dataclass(frozen=True)

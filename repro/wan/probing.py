@@ -21,7 +21,7 @@ from repro.wan.calibrate import Sweep
 from repro.wan.config import WanConfig
 from repro.wan.engine import Engine, OptimizerSettings
 from repro.wan.objective import FlowMatching
-from repro.wan.parallel import Parallelism, World
+from repro.wan.parallel import Compute, Parallelism, World
 from repro.wan.run import make_engine
 from repro.wan.samples import FlowLosses
 from repro.wan.synthetic import SyntheticSamples
@@ -44,7 +44,7 @@ class Setting:
 
     def engine(self, world: World, corpus: Corpus | None = None) -> Engine:
         """bf16 on GPUs; corpus: what its steps are of, None where losses are given with every pass."""
-        compute = "bf16" if world.device.type == "cuda" else "master"
+        compute: Compute = "bf16" if world.device.type == "cuda" else "master"
         parallelism = Parallelism(cast(Sync, self.sync), "full", self.compiled, compute)
         losses = FlowLosses(SyntheticSamples(corpus or _one_shape((1, 16, 16), 1)), FlowMatching(), world.device)
         config = WanConfig.preset(self.model, self.layers)

@@ -154,9 +154,7 @@ def make_engine(
 
 def _engine(run: Run, world: World) -> Engine:
     losses = FlowLosses(run.source, run.flow, world.device)
-    return make_engine(
-        run.config, run.adaln, losses, run.parallelism, run.optimizer, world, run.seed, run.init
-    )
+    return make_engine(run.config, run.adaln, losses, run.parallelism, run.optimizer, world, run.seed, run.init)
 
 
 def _engine_and_costs(run: Run, world: World, console: Console) -> tuple[Engine, int, Costs]:

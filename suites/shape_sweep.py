@@ -1,0 +1,207 @@
+"""Step time and memory of the trainer itself over batch size and sequence length: the sweep that `--calibrate` fits.
+
+Whole Wan models under FSDP, bf16 compute with fp32 master weights and full checkpointing, forward and backward with all
+that ranks exchange on the way; no optimizer step. It answers B6 on the live path: does the fitted a + b * B * S^p
+predict lengths that it has not seen? `block_time` measures plain blocks, on one GPU.
+
+Columns: model, layers, adaln, ranks (GPUs, each with the same shape), sync (of the trainer), shape (frames x height x
+width), batch, tokens (of one sample).
+Metrics: fits (1, or 0 where memory ran out; then nothing else), forward_backward (ms, of the slowest rank) and on GPUs
+peak_memory (GB of 10^9 bytes, of the fullest rank, as the allocator counts; weights and gradients included, AdamW's
+moments not yet made).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from repro.balance.fit import Fit, Observations, fit
+from repro.balance.models import MODELS
+from repro.corpus import mixes
+from repro.corpus.shapes import Shape, Tokenizer
+from repro.measure.stats import exact, measured, median_interval, seed_text
+from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from repro.measure.machine import Machine
+
+NAME = "shape_sweep"
+CLAIMS = ("B6",)
+NEEDS: tuple[str, ...] = ()
+PARAMETERS = ("model", "layers", "adaln", "ranks", "sync", "shape", "batch", "tokens")
+
+ADALN, SYNC = "fused", "micro_batch"
+BUCKETS = mixes.mix("wan-uniform").shapes
+BUDGET, MORE = mixes.TOKEN_BUDGET, 72_000
+"""Tokens a micro-batch: the published baseline's, and half as many again."""
+
+SHALLOW, DEEPER = 4, 8
+"""Blocks of the 14B model that one GPU holds with room for activations; two depths show what grows with it."""
+
+SMOKE = tuple(Shape(*s) for s in ((1, 32, 32), (1, 64, 64), (5, 64, 64), (9, 64, 64), (9, 64, 96), (17, 64, 96)))
+SHOWN = (("wan-1.3b", MODELS["wan-1.3b"].layers), ("wan-14b", SHALLOW), ("wan-14b", MODELS["wan-14b"].layers))
+
+Cell = tuple[str, int, Shape, int]
+"""Model, layers, shape, batch."""
+
+
+def cases(profile: Profile, machine: Machine) -> list[Case]:
+    """The grid, models one after the other and the budget's batches first, on all GPUs that the machine uses."""
+    ranks = max(1, machine.gpu_count)
+    if profile == "smoke":
+        cells = [("tiny", 1, s, b) for s in SMOKE for b in ((1, 2) if s in SMOKE[:2] else (1,))]
+    else:
+        cells = _grid(ranks) if machine.has_gpu else []  # a CPU's times say nothing about training
+    done = set()
+    found = []
+    for model, layers, shape, batch in cells:
+        starts = 0.0 if (model, layers) in done else 8.0 if machine.has_gpu else 3.0
+        done.add((model, layers))
+        key = (model, layers, ADALN, ranks, SYNC, str(shape), batch, Tokenizer().tokens(shape))
+        seconds = _case_seconds(model, layers, batch, int(key[-1])) if machine.has_gpu else 0.2
+        found.append(Case(dict(zip(PARAMETERS, key, strict=True)), starts + seconds))
+    return found
+
+
+def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
+    """One shape on every rank; where memory runs out that is the result."""
+    from repro.measure import stack_time
+    from repro.wan import launch
+
+    key = case.key
+    asked: dict[str, Any] = {name: key[name] for name in ("model", "layers", "adaln", "sync", "batch")}
+    asked["frames_height_width"] = [int(n) for n in str(key["shape"]).split("x")]
+    stack_time.free()  # another suite's, in this process
+    try:
+        ranks = launch.ranks(int(key["ranks"]), "cuda" if machine.has_gpu else "cpu")
+        found = ranks.ask("repro.wan.probing:shape", asked, 60 + 10 * case.seconds)
+    except launch.RanksError as error:
+        if error.raised not in ("OutOfMemoryError", "Stranded"):
+            raise
+        raise CaseSkipped(f"{key['layers']} layers of {key['model']} on {key['ranks']} ranks: {error}") from error
+    rows = [exact("fits", "", float(found["fits"]))]
+    if found["fits"]:
+        passes = 1e3 * np.array(found["passes"])
+        rows.append(measured("forward_backward", "ms", median_interval(passes, seed_text(NAME, key)), passes))
+        if found["peak_bytes"] >= 0:
+            rows.append(exact("peak_memory", "GB", found["peak_bytes"] / 1e9))
+    return rows
+
+
+def evidence(rows: pd.DataFrame) -> list[Evidence]:
+    """B6 from the power law of the 14B-wide model, else of the 1.3B one; other fits stand in the note."""
+    fits = {at: found for at in reversed(SHOWN) if (found := fitted(rows, *at)) is not None}
+    if not fits:
+        return []
+    power, _ = next(iter(fits.values()))
+    value, low, high = power.error(power.held_out)
+    told = "; ".join(
+        f"{model}, {layers} layers: p = {_power(found)}, {found.held_out_mape:.3g}%, with b B S + c B S^2 + d B "
+        f"{quadratic.held_out_mape:.3g}%"
+        for (model, layers), (found, quadratic) in fits.items()
+    )
+    note = (
+        f"mean absolute error with whole lengths held out, {power.observations.batch.size} shapes measured on the "
+        f"trainer's own FSDP path, nothing set by hand. {told}. The same sweep, fit and batch table are what "
+        "`python -m repro.train --calibrate` does before it trains"
+    )
+    return [Evidence("B6", value, low, high, "measured", note=note)]
+
+
+def draw(rows: pd.DataFrame) -> list[Figure]:
+    """Time a token against length with the fitted power law, and peak memory against tokens, for each device."""
+    return [figure for device, own in rows.groupby("device", sort=True) for figure in _draw_device(str(device), own)]
+
+
+def fitted(rows: pd.DataFrame, model: str, layers: int) -> tuple[Fit, Fit] | None:
+    """Power law and quadratic of a model at a depth; None where too few shapes were measured."""
+    table = _cells(rows, model, layers)
+    data = Observations(
+        table["batch"].to_numpy(np.int64),
+        table["tokens"].to_numpy(np.int64),
+        table["forward_backward"].to_numpy(np.float64) / 1e3,
+        layers,
+        np.ones(len(table), dtype=bool),
+        " ".join(sorted(table["run_id"].unique())),
+    )
+    try:
+        return fit("power", data), fit("quadratic", data)
+    except ValueError:
+        return None
+
+
+def _cells(rows: pd.DataFrame, model: str, layers: int) -> pd.DataFrame:
+    """A row a shape that fits, numeric columns, metrics as columns; on the most ranks that were measured."""
+    own = rows[(rows["suite"] == NAME) & (rows["model"] == model) & (rows["layers"].astype(int) == layers)]
+    columns = ["run_id", "batch", "tokens"]
+    own = own.astype({"batch": int, "tokens": int, "ranks": int})
+    own = own[own["ranks"] == own["ranks"].max()]
+    wide = own.pivot_table(index=["shape", *columns], columns="metric", values="value").reset_index()
+    for metric in ("forward_backward", "peak_memory"):
+        if metric not in wide:
+            wide[metric] = np.nan
+    return wide[wide["forward_backward"].notna()].sort_values(["tokens", "batch"])
+
+
+def _grid(ranks: int) -> list[Cell]:
+    cells = [
+        *_shapes_of("wan-1.3b", MODELS["wan-1.3b"].layers, BUCKETS, BUDGET),
+        *_shapes_of("wan-1.3b", MODELS["wan-1.3b"].layers, BUCKETS[::2], MORE),
+        *_shapes_of("wan-14b", SHALLOW, BUCKETS, BUDGET),
+        *_shapes_of("wan-14b", DEEPER, BUCKETS[::3], BUDGET),
+    ]
+    if ranks > 1:  # sharded, all of it fits
+        cells += [("wan-14b", MODELS["wan-14b"].layers, s, 1) for s in BUCKETS if Tokenizer().tokens(s) < 40_000]
+    return list(dict.fromkeys(cells))
+
+
+def _shapes_of(model: str, layers: int, shapes: tuple[Shape, ...], budget: int) -> list[Cell]:
+    """Micro-batches that fill the budget, single samples, and what lies between where that is much."""
+    most = {s: max(1, budget // Tokenizer().tokens(s)) for s in shapes}
+    middle = [(s, round(b**0.5)) for s, b in most.items() if b >= 6]
+    return [(model, layers, s, b) for s, b in [*most.items(), *((s, 1) for s in shapes), *middle]]
+
+
+def _case_seconds(model: str, layers: int, batch: int, tokens: int) -> float:
+    """Estimate on an H200: 4x forward FLOPs at 450 TFLOP/s, at least 9 ms a block; a warm-up, then up to 3 or 4 s."""
+    once = max(4 * layers * float(MODELS[model].forward_flops(batch, tokens)) / 450e12, 9e-3 * layers)
+    return 0.3 + once * (1 + min(3, math.ceil(4.0 / once)))
+
+
+def _power(found: Fit) -> str:
+    return f"{getattr(found.cost, 'p', float('nan')):.3g}"
+
+
+def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
+    from repro.report import style
+
+    shown = [(at, cells) for at in SHOWN if not (cells := _cells(rows, *at)).empty]
+    if not shown:
+        return []
+    figure, axes = style.subplots(2, len(shown), size=(4.6, 3.1))
+    for column, ((model, layers), cells) in enumerate(shown):
+        top, bottom = axes[:, column]
+        n = cells["batch"] * cells["tokens"]
+        points = top.scatter(cells["tokens"], 1e3 * cells["forward_backward"] / n, c=np.log10(n), cmap="viridis", s=18)
+        figure.colorbar(points, ax=top, label="log10 of tokens in the micro-batch, B S")
+        found = fitted(rows, model, layers)
+        if found is not None:
+            full = cells.loc[cells.groupby("tokens")["batch"].idxmax()]
+            line = 1e6 * found[0].cost.seconds(full["batch"], full["tokens"]) / (full["batch"] * full["tokens"])
+            top.plot(full["tokens"], line, color=style.GREY, lw=1, label=f"largest B: a + b B S^{_power(found[0])}")
+            top.legend()
+        top.set(ylim=(0, None), title=f"{model}, {layers} layers", ylabel="us a token")
+        bottom.plot(n / 1e3, cells["peak_memory"], "o", ms=4, color=style.color(ADALN))
+        bottom.set(xlim=(0, None), ylim=(0, None), xlabel="thousand tokens in the micro-batch, B S", ylabel="peak, GB")
+        style.token_axis(top, cells["tokens"].to_numpy(), "tokens of one sample, S")
+    ranks = sorted({int(r) for r in rows["ranks"]})
+    caption = (
+        f"The trainer's forward and backward passes on {device} (ranks: {', '.join(map(str, ranks))}; full sharding, "
+        "full checkpointing): time a token, with the fitted power law at each length's largest batch, and peak memory."
+    )
+    return [Figure(f"shape_sweep-{device}", figure, caption, CLAIMS)]

@@ -1,0 +1,125 @@
+"""Share of the GPU's peak that whole steps of the trainer reach, and of what plain blocks reach in the same run.
+
+A step of the trainer is one micro-batch of one clip of 480x832 and 81 frames (S = 32,760) on one GPU: the sample made,
+embeddings, all blocks, head and loss, backward, clipping and AdamW, under FSDP with fp32 master weights and full
+checkpointing; from an idle device to an idle device. The stack (`repro.measure.block_stack`) is as many bare blocks of
+the same widths with bf16 weights, forward and backward alone, never compiled. So a share of 100% means that everything
+around the blocks, update included, is free; compiled blocks may exceed it.
+
+Columns: model, layers, adaln, blocks (eager; compiled: by Inductor), batch, tokens.
+Metrics: step_time, stack_time (ms), share_of_block_stack (%, stack_time / step_time), hfu and mfu (% of the peak of
+dense bf16 products, on GPUs whose peak is known: FLOPs of the blocks' linears and attention, 4 times the forward pass's
+as executed with full checkpointing for hfu, 3 times, the model's own, for mfu), peak_memory (GB of 10^9 bytes).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from repro.balance.models import MODELS
+from repro.corpus.shapes import Shape, Tokenizer
+from repro.measure.stats import exact, measured, median_interval, ratio_interval, seed_text
+from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from repro.measure.machine import Machine
+
+NAME = "trainer_mfu"
+CLAIMS: tuple[str, ...] = ()
+NEEDS: tuple[str, ...] = ()
+PARAMETERS = ("model", "layers", "adaln", "blocks", "batch", "tokens")
+
+CLIP, SMOKE = Shape(81, 480, 832), Shape(9, 64, 96)
+SUBJECTS = (("wan-1.3b", 30), ("wan-14b", 4))
+"""Models and depths: all of the small one, and of the large one what fits beside its optimizer state."""
+VARIANTS = (("fused", "eager"), ("fused", "compiled"), ("eager", "eager"))
+REPEATS = 5
+
+
+def cases(profile: Profile, machine: Machine) -> list[Case]:
+    """Both models with each AdaLN and form of the blocks, on one GPU; on a CPU only the tiny model."""
+    if profile == "smoke":
+        grid = [("tiny", 2, "fused", "eager", SMOKE)]
+    else:
+        grid = [(m, n, a, b, CLIP) for m, n in SUBJECTS for a, b in VARIANTS] if machine.gpu_count == 1 else []
+    return [
+        Case(
+            dict(zip(PARAMETERS, (model, layers, adaln, blocks, 1, Tokenizer().tokens(clip)), strict=True)),
+            (80.0 if blocks == "compiled" else 40.0) if machine.has_gpu else 5.0,
+        )
+        for model, layers, adaln, blocks, clip in grid
+    ]
+
+
+def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
+    """The stack, then steps of the trainer, then their ratio and shares of the peak."""
+    from repro.measure import stack_time
+    from repro.wan import launch
+    from repro.wan.peaks import peak_flops
+
+    key = case.key
+    size, layers, tokens = MODELS[str(key["model"])], int(key["layers"]), int(key["tokens"])
+    clip = SMOKE if key["model"] == "tiny" else CLIP
+    common = {name: key[name] for name in ("model", "layers", "adaln", "batch")} | {"repeats": REPEATS}
+    stack_time.free()  # another suite's, in this process
+    try:
+        rank = launch.ranks(1, "cuda" if machine.has_gpu else "cpu")
+        limit = 60 + 5 * case.seconds
+        stack = rank.ask("repro.wan.probing:stack", {**common, "tokens": tokens}, limit)["seconds"]
+        own = {"frames_height_width": [clip.frames, clip.height, clip.width], "compiled": key["blocks"] == "compiled"}
+        found = rank.ask("repro.wan.probing:steps", {**common, **own}, limit)
+    except launch.RanksError as error:
+        if error.raised != "OutOfMemoryError":
+            raise
+        raise CaseSkipped(f"{key['model']}, {layers} layers, {key['blocks']} blocks: {error}") from error
+    step, seed = np.array(found["seconds"]), seed_text(NAME, key)
+    interval = median_interval(step, seed)
+    rows = [
+        measured("step_time", "ms", interval.map(lambda s: 1e3 * s), 1e3 * step),
+        measured("stack_time", "ms", median_interval(stack, seed).map(lambda s: 1e3 * s), 1e3 * np.array(stack)),
+        measured("share_of_block_stack", "%", ratio_interval(stack, step, seed).map(lambda r: 100 * r)),
+    ]
+    peak = peak_flops(machine.name) if machine.has_gpu else None
+    if peak is not None:
+        flops = layers * float(size.forward_flops(int(key["batch"]), tokens))
+        for metric, passes in (("hfu", 4), ("mfu", 3)):
+            share = 100 * passes * flops / peak
+            rows.append(measured(metric, "%", interval.map(share.__truediv__)))
+    if found["peak_bytes"] >= 0:
+        rows.append(exact("peak_memory", "GB", found["peak_bytes"] / 1e9))
+    return rows
+
+
+def evidence(rows: pd.DataFrame) -> list[Evidence]:
+    """It answers no claim of the paper's."""
+    return []
+
+
+def draw(rows: pd.DataFrame) -> list[Figure]:
+    """Share of peak with recomputation counted, for each device, model and form of the blocks."""
+    from repro.report import style
+
+    table = rows[(rows["suite"] == NAME) & (rows["metric"].isin(("hfu", "share_of_block_stack")))]
+    if not (table["metric"] == "hfu").any():
+        return []
+    figures = []
+    for device, own in table.groupby("device", sort=True):
+        figure, axes = style.subplots(1, 2, size=(4.2, 3.0))
+        labels = [f"{m}\n{a}, {b}" for m, a, b in own[["model", "adaln", "blocks"]].drop_duplicates().to_numpy()]
+        panels = (("hfu", "HFU, % of peak"), ("share_of_block_stack", "% of the plain block stack"))
+        for ax, (metric, name) in zip(axes[0], panels, strict=True):
+            cells = own[own["metric"] == metric]
+            error = np.abs(cells[["ci_low", "ci_high"]].to_numpy().T - cells["value"].to_numpy())
+            ax.bar(range(len(cells)), cells["value"], yerr=error, color=style.color("fused"))
+            ax.set_xticks(range(len(cells)), labels, fontsize=6)
+            ax.set(ylabel=name, ylim=(0, None))
+        caption = (
+            f"Whole training steps (update included) on {device}, S = 32,760, full checkpointing: share of the peak "
+            "with recomputation counted, and of the speed of bare blocks measured in the same run."
+        )
+        figures.append(Figure(f"trainer_mfu-{device}", figure, caption))
+    return figures
