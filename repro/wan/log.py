@@ -32,28 +32,45 @@ COLUMNS = (
     "wait_seconds",
     "peak_memory_bytes",
     "mfu",
+    "hfu",
 )
-"""loss to skipped, step_seconds and mfu are the step's, the same on every rank; the rest is the rank's.
+"""loss to skipped, step_seconds, mfu and hfu are the step's, the same on every rank; the rest is the rank's.
 
 step_seconds: from the end of the step before to the end of this one, data and update included. compute_seconds and
-wait_seconds: of forward and backward passes. mfu: model FLOPs (3 times the forward pass's, recomputation not counted)
-over the peak of all GPUs. A cell is empty where the value is unknown: MFU and memory on a CPU.
+wait_seconds: of forward and backward passes. mfu, hfu: model and hardware FLOPs utilization (Chowdhery et al. 2022,
+"PaLM", appendix B; Korthikanti et al. 2022), 3 times the forward pass's FLOPs, and with what checkpointing recomputes,
+over the peak of all GPUs. A cell is empty where the value is unknown: MFU, HFU and memory on a CPU.
 """
 
 
 @dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of a step's samples on all ranks. model: 3 times the blocks' forward pass. hardware: with recomputation."""
+
+    model: float
+    hardware: float
+
+
+@dataclass(frozen=True)
 class LoggedStep:
-    """One step for the log. flops: model FLOPs over all ranks. seconds: of the whole step."""
+    """One step for the log. flops: over all ranks. seconds: of the whole step."""
 
     step: int
     epoch: int
     seconds: float
-    flops: float
+    flops: StepFlops
     result: StepResult
 
     def mfu(self, peak: float | None) -> float | None:
-        """Share of `peak` FLOP/s on every rank; None where that is unknown."""
-        return self.flops / self.seconds / (peak * len(self.result.ranks)) if peak else None
+        """Model FLOPs as a share of `peak` FLOP/s on every rank; None where that is unknown."""
+        return self._share(self.flops.model, peak)
+
+    def hfu(self, peak: float | None) -> float | None:
+        """The same of FLOPs as executed."""
+        return self._share(self.flops.hardware, peak)
+
+    def _share(self, flops: float, peak: float | None) -> float | None:
+        return flops / self.seconds / (peak * len(self.result.ranks)) if peak else None
 
 
 class StepCsv:
@@ -75,7 +92,8 @@ class StepCsv:
 
     def append(self, logged: LoggedStep, peak: float | None) -> None:
         """Write a step's rows, in one write."""
-        text, result, mfu = io.StringIO(), logged.result, logged.mfu(peak)
+        text, result = io.StringIO(), logged.result
+        shares = [f"{share:.4f}" if share is not None else "" for share in (logged.mfu(peak), logged.hfu(peak))]
         writer = csv.writer(text, lineterminator="\n")
         for rank, r in enumerate(result.ranks):
             writer.writerow(
@@ -94,7 +112,7 @@ class StepCsv:
                     f"{r.compute_seconds:.6g}",
                     f"{r.wait_seconds:.6g}",
                     r.peak_bytes if r.peak_bytes >= 0 else "",
-                    f"{mfu:.4f}" if mfu is not None else "",
+                    *shares,
                 ]
             )
         with self._path.open("a") as file:
@@ -156,11 +174,11 @@ class RunLog:
             self._writer.close()
 
     def _text(self, logged: LoggedStep) -> str:
-        result, mfu = logged.result, logged.mfu(self._peak)
+        result, mfu, hfu = logged.result, logged.mfu(self._peak), logged.hfu(self._peak)
         parts = [
             f"loss {result.loss:.4f}",
             f"{result.tokens / logged.seconds:,.0f} tokens/s",
-            f"MFU {mfu:.1%}" if mfu is not None else "MFU unknown",
+            f"MFU {mfu:.1%}  HFU {hfu:.1%}" if mfu is not None and hfu is not None else "MFU unknown",
             f"{logged.seconds:.2f} s/step",
         ]
         return "  ".join(parts + ([f"{self._skipped} skipped"] if self._skipped else []))
@@ -171,7 +189,8 @@ class RunLog:
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
     def _scalars(self, logged: LoggedStep) -> dict[str, float]:
-        result, mfu = logged.result, logged.mfu(self._peak)
+        result = logged.result
+        shares = {"mfu": logged.mfu(self._peak), "hfu": logged.hfu(self._peak)}
         scalars = {
             "loss": result.loss,
             "lr": result.lr,
@@ -180,7 +199,7 @@ class RunLog:
             "step_seconds": logged.seconds,
             "max_wait_seconds": max(r.wait_seconds for r in result.ranks),
         }
-        return scalars | ({"mfu": mfu} if mfu is not None else {})
+        return scalars | {name: share for name, share in shares.items() if share is not None}
 
 
 def _tensorboard(folder: Path, first_step: int) -> Any:

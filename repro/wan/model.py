@@ -63,6 +63,9 @@ class WanModel(nn.Module):
     Raises ValueError for an unknown adaln.
     """
 
+    master_modules = ("time_embedding", "time_projection")
+    """What a sharded engine leaves in fp32, as the official code's autocast does: small, and felt by every token."""
+
     def __init__(self, config: WanConfig, adaln: str = "fused") -> None:
         super().__init__()
         norm_modulate = get_impl(adaln)

@@ -130,6 +130,7 @@ def leave() -> None:
 def parallelize(model: nn.Module, settings: Parallelism, world: World, clock: WaitClock) -> None:
     """Checkpoint, compile and shard `model` in place; its transformer blocks are `model.blocks`, an nn.ModuleList.
 
+    Where `model.master_modules` names children, these compute in the master copy's dtype whatever `compute` says.
     clock: gets its marks around the places where blocks wait for other ranks.
     On the meta device nothing is allocated: parameters become sharded meta tensors, for `to_empty` to make real.
     Raises TypeError for a model without such blocks.
@@ -144,9 +145,7 @@ def parallelize(model: nn.Module, settings: Parallelism, world: World, clock: Wa
         reduce_dtype=torch.float32 if bf16 else None,
         cast_forward_inputs=False,
     )
-    shard = partial(
-        fully_shard, mesh=world.mesh, mp_policy=precision, reshard_after_forward=settings.sync == "micro_batch"
-    )
+    shard = partial(fully_shard, mesh=world.mesh, reshard_after_forward=settings.sync == "micro_batch")
     for i, block in enumerate(blocks):
         if settings.checkpointing != "none":
             context: dict[str, Any] = {"context_fn": _keep_attention} if settings.checkpointing == "selective" else {}
@@ -158,8 +157,10 @@ def parallelize(model: nn.Module, settings: Parallelism, world: World, clock: Wa
             block.forward = torch.compile(block.forward, dynamic=True)
     clock.before_sharding(list(blocks))
     for block in blocks:
-        shard(block)
-    shard(model)
+        shard(block, mp_policy=precision)
+    for name in getattr(model, "master_modules", ()):
+        shard(model.get_submodule(name), mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    shard(model, mp_policy=precision)
     clock.after_sharding(list(blocks))
 
 

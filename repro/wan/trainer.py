@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from repro.balance.models import ModelSize
+from repro.balance.models import TEXT_TOKENS, ModelSize
 from repro.wan.checkpointing import Checkpoints
 from repro.wan.engine import Engine
 from repro.wan.epochs import DealtStep, Epochs
-from repro.wan.log import LoggedStep
+from repro.wan.log import LoggedStep, StepFlops
+from repro.wan.parallel import Checkpointing
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,11 @@ class Trainer:
         began = time.perf_counter()
         for dealt in itertools.islice(self.epochs, max(0, self.length.steps - self.step)):
             tokens = dealt.tokens[:, self.engine.world.rank].tolist()
+            flops = step_flops(self.size, dealt, self.engine.parallelism.checkpointing)
             result = self.engine.step(self.step, dealt.micro_batches, tokens, dealt.epoch)
             now = time.perf_counter()
             if log is not None:
-                log.step(LoggedStep(self.step, dealt.epoch, now - began, model_flops(self.size, dealt), result))
+                log.step(LoggedStep(self.step, dealt.epoch, now - began, flops, result))
             began = now
             self.step += 1
             if self.step % self.length.save_every == 0 or self.step == self.length.steps:
@@ -111,6 +113,13 @@ class Trainer:
         self.checkpoints.save(self.step, self.engine.model, self.engine.optimizer, about, self.epochs.used())
 
 
-def model_flops(size: ModelSize, dealt: DealtStep) -> float:
-    """FLOPs of a step's samples on all ranks: three times the forward pass of the blocks, recomputation not counted."""
-    return 3 * size.layers * float(np.sum(size.forward_flops(dealt.batch, dealt.tokens)))
+def step_flops(size: ModelSize, dealt: DealtStep, checkpointing: Checkpointing) -> StepFlops:
+    """FLOPs of a step's samples on all ranks, of the blocks' linears and attention.
+
+    Full checkpointing runs every forward pass twice, selective all of it but scores and weighted sums.
+    """
+    batch, tokens = dealt.batch.astype(np.float64), dealt.tokens.astype(np.float64)
+    forward = size.layers * float(np.sum(size.forward_flops(batch, tokens)))
+    attention = size.layers * float(np.sum(4 * batch * tokens * (tokens + TEXT_TOKENS) * size.dim))
+    again = {"none": 0.0, "selective": forward - attention, "full": forward}[checkpointing]
+    return StepFlops(3 * forward, 3 * forward + again)

@@ -9,6 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from repro.wan.config import WanConfig
 from repro.wan.convert import load_diffusers
 from repro.wan.model import WanModel
+from repro.wan.parallel import Parallelism, join, parallelize
+from repro.wan.waiting import WaitClock
 
 
 def sharded_weights(folder: str) -> None:
@@ -29,6 +31,22 @@ def sharded_weights(folder: str) -> None:
     load_diffusers(model, folder)
     load_diffusers(whole, folder)
     same(model, whole)
+
+
+def time_in_fp32() -> None:
+    """Under bf16 compute blocks get the time embedding that fp32 gives, to the last bit; all else is bf16."""
+    world, config = join("cpu"), WanConfig.preset("tiny", layers=1)
+    whole, model = WanModel(config), WanModel(config)
+    seen, expected = {}, []
+    model.blocks[0].register_forward_pre_hook(lambda m, args: seen.update(time=args[1], x=args[0], text=args[2]))
+    whole.blocks[0].register_forward_pre_hook(lambda m, args: expected.append(args[1]))
+    parallelize(model, Parallelism(checkpointing="none", compute="bf16"), world, WaitClock(world.device))
+    sample = (torch.randn(2, 16, 1, 4, 4), torch.tensor([3.7, 961.3]), torch.randn(2, 512, 4096))
+    whole(*sample)
+    model(*sample).float().square().mean().backward()
+    assert seen["time"].dtype == torch.float32 and torch.equal(seen["time"], expected[0])
+    assert seen["x"].dtype == seen["text"].dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in model.time_projection.parameters())
 
 
 def same(sharded: WanModel, whole: WanModel) -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import csv
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from repro.balance.models import ModelSize
 from repro.wan import peaks
 from repro.wan.engine import RankStep, StepResult
-from repro.wan.log import COLUMNS, LoggedStep, RunLog, StepCsv
+from repro.wan.epochs import DealtStep
+from repro.wan.log import COLUMNS, LoggedStep, RunLog, StepCsv, StepFlops
+from repro.wan.trainer import step_flops
 
 RANKS = (RankStep(3, 300, 2, 1.5, 0.5, 7_000), RankStep(1, 100, 2, 1.25, 0.25, -1))
 
 
 def logged(step, skipped=False):
-    return LoggedStep(step, 0, 2.0, 4e12, StepResult(0.1 + step, 2.0, 1e-4, skipped, RANKS))
+    return LoggedStep(step, 0, 2.0, StepFlops(4e12, 5e12), StepResult(0.1 + step, 2.0, 1e-4, skipped, RANKS))
 
 
 def rows(path):
@@ -32,6 +36,7 @@ def test_a_row_a_step_and_rank(tmp_path):
     assert (first["compute_seconds"], first["wait_seconds"], first["step_seconds"]) == ("1", "0.5", "2")
     assert (first["peak_memory_bytes"], second["peak_memory_bytes"]) == ("7000", ""), "unknown is empty"
     assert first["mfu"] == "0.1000", "4 TFLOP in 2 s on two ranks of 10 TFLOP/s"
+    assert first["hfu"] == "0.1250", "5 TFLOP with what was recomputed"
 
 
 def test_after_a_resume_steps_that_were_lost_are_written_once(tmp_path):
@@ -60,7 +65,7 @@ def test_lines_tell_loss_speed_share_of_peak_and_time_left(tmp_path):
         log.step(logged(step, skipped=step == 1))
     log.close()
     first, last = screen.getvalue().splitlines()
-    assert first.startswith("step 0  loss 0.1000  200 tokens/s  MFU 10.0%  2.00 s/step  left 0:00:0")
+    assert first.startswith("step 0  loss 0.1000  200 tokens/s  MFU 10.0%  HFU 12.5%  2.00 s/step  left 0:00:0")
     assert last.startswith("step 2  loss 2.1000") and "1 skipped" in last and last.endswith("left 0:00:00")
 
 
@@ -77,3 +82,14 @@ def test_peaks_are_known_or_unknown_never_near():
     assert peaks.peak_flops("NVIDIA H200") == 989.4e12
     assert peaks.peak_flops("NVIDIA H200 MIG 1g.18gb") is None and peaks.peak_flops("CPU") is None
     assert all(p.source and p.flops > 1e14 for p in peaks.PEAKS.values())
+
+
+def test_flops_count_what_checkpointing_runs_again():
+    """One block of d = f = 8 over 2 samples of 16 tokens, counted by hand."""
+    size = ModelSize("small", dim=8, ffn=8, heads=1, layers=1)
+    dealt = DealtStep(0, (), np.array([[2]]), np.array([[16]]))
+    linears = 2 * (16 * 16 * 8 * 8 + 4 * 8 * 8 * 512)
+    attention = 2 * (4 * 16 * 16 * 8 + 4 * 16 * 512 * 8)
+    for checkpointing, again in (("none", 0), ("selective", linears), ("full", linears + attention)):
+        flops = step_flops(size, dealt, checkpointing)
+        assert flops == StepFlops(3 * (linears + attention), 3 * (linears + attention) + again)

@@ -17,3 +17,7 @@ def test_weights_do_not_depend_on_sharding(tmp_path):
     save_file(to_diffusers(model.state_dict()), tmp_path / "diffusion_pytorch_model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(diffusers_config(config)))
     ranks.run(model_ranks.sharded_weights, 2, str(tmp_path))
+
+
+def test_the_time_embedding_stays_in_fp32():
+    ranks.run(model_ranks.time_in_fp32, 2)
