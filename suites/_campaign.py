@@ -7,7 +7,7 @@ share. It covers which samples meet in a step, not the errors of the measured ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from repro.suite import Case, CaseSkipped, Evidence, Measurement, Profile
 from suites import block_time, cost_model
 
 if TYPE_CHECKING:
-    import matplotlib.figure
     import pandas as pd
     from matplotlib.axes import Axes
 
@@ -96,11 +95,10 @@ def paired(
 
 def lookup(table: pd.DataFrame, setting: Setting, metric: str) -> pd.Series | None:
     """The row of a setting and metric, None where it is missing."""
-    at = table["metric"] == metric
+    found = table[table["metric"] == metric]
     for name, wanted in setting.key.items():
-        if wanted != "":
-            at &= table[name] == wanted
-    found = table[at]
+        if wanted != "" and len(found):
+            found = found[found[name] == wanted]
     return None if found.empty else found.iloc[-1]
 
 
@@ -126,39 +124,38 @@ def ratio(compared: Pair) -> float | None:
 def bars(
     ax: Axes,
     place: npt.ArrayLike,
-    height: npt.ArrayLike,
+    length: npt.ArrayLike,
     name: str,
     width: float,
     errors: npt.ArrayLike | None = None,
+    across: bool = False,
 ) -> None:
-    """Bars in the look of a policy or AdaLN, hatched and hollow as they are simulated. errors: [2, n], down and up."""
-    from repro.report import style
+    """Bars in the look of a policy or AdaLN, hatched and hollow as they are simulated.
 
-    look: Any = {"facecolor": style.face(name, "simulated"), "edgecolor": style.color(name), "hatch": "////"}
-    error_look = {"elinewidth": 1, "ecolor": style.BLACK, "capsize": 2}
-    ax.bar(place, height, 0.92 * width, yerr=errors, label=style.label(name), error_kw=error_look, **look)
-
-
-def figure_legend(
-    figure: matplotlib.figure.Figure,
-    axes: Iterable[Axes] | None = None,
-    columns: int | None = None,
-    hatched: bool = False,
-) -> None:
-    """One legend above the figure, each name once, with the mark of what is simulated.
-
-    axes: whose series it explains; None for all. hatched: what is simulated are bars.
+    errors: [2, n], down and up. across: the bars lie.
     """
-    from matplotlib.patches import Patch
-
     from repro.report import style
 
-    found: dict[str, Any] = {}
-    for ax in figure.axes if axes is None else axes:
-        found |= {text: handle for handle, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    bar = Patch(facecolor="white", edgecolor=style.GREY, hatch="////", label="simulated")
-    found |= {str(h.get_label()): h for h in ([bar] if hatched else style.kind_handles(["simulated"]))}
-    figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns or len(found))
+    look: Any = {"facecolor": style.face(name, "simulated"), "edgecolor": style.color(name), "hatch": style.HATCH}
+    look |= {"label": style.label(name), "error_kw": {"elinewidth": 1.2, "ecolor": style.BLACK}}
+    if across:
+        ax.barh(place, length, 0.92 * width, xerr=errors, **look)
+    else:
+        ax.bar(place, length, 0.92 * width, yerr=errors, **look)
+
+
+def by_device(rows: pd.DataFrame, settings: Mapping[str, Setting], metric: str, factor: float = 1.0) -> pd.DataFrame:
+    """A panel for `repro.report.devices.dots`: a metric of labelled settings on every device that has it."""
+    import pandas as pd
+
+    found = [
+        {"row": label, "device": device, "kind": row["kind"]}
+        | {c: factor * float(row[c]) for c in ("value", "ci_low", "ci_high")}
+        for label, setting in settings.items()
+        for device, table in rows.groupby("device", sort=True)
+        if (row := lookup(table, setting, metric)) is not None
+    ]
+    return pd.DataFrame(found, columns=["row", "device", "kind", "value", "ci_low", "ci_high"])
 
 
 def more_samples(table: pd.DataFrame, setting: Setting) -> str:

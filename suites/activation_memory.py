@@ -11,8 +11,9 @@ exact: intervals are the values themselves.
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from repro.measure.stats import exact
 from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
@@ -141,14 +142,11 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
-    """For each device: bars of saved bytes and of peaks by chain and implementation, with the paper's values."""
-    figures = []
+    """For each device: saved bytes and peaks by chain and implementation, with the paper's values; then all devices."""
+    shown = {}
     for device, own in rows[rows["suite"] == NAME].groupby("device", sort=True):
-        full = own[own["profile"] == "full"]
-        shown = own if full.empty else full
-        shown = shown[shown["dim"] == shown["dim"].max()]
-        figures.append(_draw_device(str(device), shown, smoke=full.empty))
-    return figures
+        shown[str(device)] = own[own["dim"] == own["dim"].max()]
+    return [*(_draw_device(device, own) for device, own in shown.items()), *_draw_devices(shown)]
 
 
 def _seconds(chain: str, machine: Machine) -> float:
@@ -161,57 +159,82 @@ def _list(parts: list[str]) -> str:
     return ", ".join(parts) or "none measured"
 
 
-def _draw_device(device: str, rows: pd.DataFrame, smoke: bool) -> Figure:
+def _draw_device(device: str, rows: pd.DataFrame) -> Figure:
     from repro.report import style
 
+    smoke = bool((rows["profile"] == "smoke").all())
     saved = rows[rows["metric"] == "saved_bytes"]
     baseline = saved[saved["impl"] == BASELINE].set_index("chain")["value"]
-    less = saved.assign(value=saved["chain"].map(baseline) - saved["value"])
-    panels = {
-        "kept for the backward": saved,
-        "kept less than with Wan's formula": less,
-        "kept less, %": rows[rows["metric"] == "reduction"],
-        "peak, forward and backward": rows[rows["metric"] == "peak"],
-    }
-    panels = {title: cell for title, cell in panels.items() if len(cell)}
+    less = saved.assign(value=saved["chain"].map(baseline) - saved["value"])[saved["impl"] != BASELINE]
     unit, factor = ("MB", 1e3) if smoke else ("GB", 1.0)
-    figure, axes = style.subplots(2, (len(panels) + 1) // 2, size=(4.8, 2.9))
+    reduction = rows[(rows["metric"] == "reduction") & (rows["impl"] != BASELINE)]
+    peak = rows[rows["metric"] == "peak"]
+    panels = [
+        ("saved less, % of Wan's formula", reduction, ("paper: 61.9%", PAPER_REDUCTION)),
+        (f"saved less than by Wan's formula, {unit}", less, None if smoke else ("paper: 4.8 GB", PAPER_GB)),
+        (f"saved for the backward, {unit}", saved, None),
+    ]
+    panels += [(f"peak of forward and backward, {unit}", peak, None)] if len(peak) else []
+    lines = (len(_bars_of(less)), len(_bars_of(saved)))
+    figure, axes = style.subplots(2, 2, 0.09 * sum(lines) + 0.75, sharey="row", height_ratios=lines)
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
-    for ax, (title, cell) in zip(axes.flat, panels.items(), strict=False):
-        percent = title.endswith("%")
-        if cell is not saved and "peak" not in title:
-            cell = cell[cell["impl"] != BASELINE]
+    for ax, (quantity, cell, paper) in zip(axes.flat, panels, strict=False):
+        percent = "%" in quantity
         _bars(ax, cell.assign(value=cell["value"] * (1.0 if percent else factor)), "%.0f" if percent else "%.2f")
-        ax.set(title=title, ylabel="%" if percent else unit)
-        if percent:
-            style.paper_value(ax, PAPER_REDUCTION, f"paper: {PAPER_REDUCTION}%")
-            ax.set_ylim(0, 100)
-        elif cell is not saved and "less" in title and not smoke:
-            style.paper_value(ax, PAPER_GB, f"paper: {PAPER_GB} GB")
-    handles = {t: h for ax in figure.axes for h, t in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=len(handles))
+        ax.set_xlabel(quantity)
+        if paper is not None:
+            style.paper_value(ax, paper[1], paper[0], along="y")
+    style.legend(figure, ["measured"], axes=axes[1], bars=True)
     shape = rows.iloc[0]
     caption = (
         f"Activation memory around the modulated norm on {device}: bf16, B={shape['batch']}, N={shape['tokens']:,}, "
-        f"D={shape['dim']:,}. op: alone; qkv: with the three linears behind it; official: the same with Wan's own "
-        "float32 residual stream and autocast; block: a whole Wan block, two modulated norms in it. No weights counted."
+        f"D={shape['dim']:,}, exact counts. op: alone; qkv: with the three linears behind it; official: the same with "
+        "Wan's own float32 residual stream and autocast; block: a whole Wan block, two modulated norms in it. No "
+        "weights counted."
     )
     return Figure(f"activation_memory-{device}", figure, caption + (" Smoke profile." if smoke else ""), CLAIMS)
 
 
-def _bars(ax: Axes, cell: pd.DataFrame, form: str) -> None:
-    """Groups of bars: one a chain, one bar an implementation."""
+def _draw_devices(shown: dict[str, pd.DataFrame]) -> list[Figure]:
+    """The fused op's reduction on all devices."""
+    import pandas as pd
+
+    from repro.report import devices
+
+    if len(shown) < 2:
+        return []
+    rows = pd.concat(shown.values(), ignore_index=True)
+    rows = rows[(rows["metric"] == "reduction") & (rows["impl"] == "fused")]
+    rows = rows.assign(row=rows["chain"]).sort_values("chain", key=lambda c: c.map(list(_IMPLS).index), kind="stable")
+    quantity = "saved less by the fused op, % of Wan's formula"
+    figure = devices.dots({quantity: rows}, {quantity: ("paper: 61.9%", PAPER_REDUCTION)})
+    caption = "Activation memory that the fused op saves on each device: exact counts, the widest model measured there."
+    return [Figure("activation_memory-devices", figure, caption, CLAIMS)]
+
+
+def _bars_of(cell: pd.DataFrame) -> list[tuple[str, str]]:
+    """(chain, impl) of each bar, from top to bottom."""
     from repro.report import style
 
-    chains = [c for c in _IMPLS if (cell["chain"] == c).any()]
-    impls = style.ordered(list(cell["impl"]))
-    width = 0.8 / max(len(impls), 1)
-    for (i, impl), (j, chain) in product(enumerate(impls), enumerate(chains)):
-        value = cell[(cell["impl"] == impl) & (cell["chain"] == chain)]["value"]
-        if len(value):
-            position = j + (i - (len(impls) - 1) / 2) * width
-            bar = ax.bar(position, value.iloc[0], 0.92 * width, color=style.color(impl), label=style.label(impl))
-            ax.bar_label(bar, fmt=form, fontsize=6)
-    ax.set_xticks(range(len(chains)), chains)
-    ax.grid(axis="x", visible=False)
+    there = set(zip(cell["chain"], cell["impl"], strict=True))
+    return [(c, i) for c in _IMPLS for i in style.ordered(list(cell["impl"])) if (c, i) in there]
+
+
+def _bars(ax: Axes, cell: pd.DataFrame, form: str) -> None:
+    """Horizontal bars in groups: one a chain, one bar an implementation."""
+    from repro.report import style
+
+    names = _bars_of(cell)
+    values = cell.set_index(["chain", "impl"])["value"]
+    gap, chains = 0.6, list(dict.fromkeys(c for c, _ in names))
+    place = {name: i + gap * chains.index(name[0]) for i, name in enumerate(names)}
+    for impl in style.ordered([i for _, i in names]):
+        own = [n for n in names if n[1] == impl]
+        bar = ax.barh([place[n] for n in own], values[own], 0.92, color=style.color(impl), label=style.label(impl))
+        style.bar_values(ax, bar, form)
+    middle = [np.mean([place[n] for n in names if n[0] == chain]) for chain in chains]
+    ax.set_yticks(middle, chains)
+    ax.set_ylim(max(place.values()) + 0.8, -0.8)
+    ax.margins(x=0.22)
+    ax.grid(axis="y", visible=False)

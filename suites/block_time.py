@@ -125,12 +125,10 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
-    """Time per token against sequence length; step time of equal-token steps against tokens and against S squared."""
-    table = times(rows)
-    table = table[table["model"].isin(SHOWN)]
-    if table.empty:
-        return []
-    return [_draw_shapes(table), *_draw_replay(rows)]
+    """For each device time per token against sequence length, and step time of equal-token steps; then all devices."""
+    from suites import _block_figures
+
+    return _block_figures.draw(rows)
 
 
 def times(rows: pd.DataFrame) -> pd.DataFrame:
@@ -217,67 +215,3 @@ def _case_seconds(model: str, layers: int, adaln: str, batch: int, tokens: int) 
 def _memory(sample: StackSample) -> list[Measurement]:
     sizes = {"static": sample.static_bytes, "held": sample.held_bytes, "peak": sample.peak_bytes}
     return [exact(f"{name}_memory", "GB", size / 1e9) for name, size in sizes.items() if size is not None]
-
-
-def _draw_shapes(table: pd.DataFrame) -> Figure:
-    from repro.report import style
-
-    table = table[table["layers"] == table["model"].map(LAYERS)].copy()
-    table["n"] = table["batch"] * table["tokens"]
-    table["per_token"] = 1e3 * table["value"] / table["layers"] / table["n"]
-    shape = ["device", "model", "batch", "tokens"]
-    eager = table[table["adaln"] == "eager"].set_index(shape)["value"].rename("eager")
-    table = table.join(eager, on=shape)
-    figure, axes = style.subplots(2, len(SHOWN), size=(4.6, 3.1))
-    for column, model in enumerate(SHOWN):
-        of_model = table[table["model"] == model]
-        cells = of_model[of_model["adaln"] == "eager"]
-        top, bottom = axes[:, column]
-        points = top.scatter(cells["tokens"], cells["per_token"], c=np.log10(cells["n"]), cmap="viridis", s=18)
-        figure.colorbar(points, ax=top, label="log10 of tokens in the micro-batch, B S")
-        top.set(ylim=(0, None), title=f"{model} width, eager AdaLN", ylabel="us a token and block")
-        for adaln in style.ordered([a for a in of_model["adaln"].unique() if a != "eager"]):
-            own = of_model[of_model["adaln"] == adaln]
-            style.series(bottom, own["n"], own["value"] / own["eager"], adaln, line=False)
-        bottom.set(ylabel="step time / eager's")
-        style.paper_value(bottom, 1.0, "eager")
-        style.token_axis(top, cells["tokens"].to_numpy(), "tokens of one sample, S")
-        style.token_axis(bottom, of_model["n"].to_numpy(), "tokens in the micro-batch, B S")
-        style.legend(bottom)
-    caption = (
-        "Forward and backward of plain Wan blocks, full checkpointing, no communication. Above: time per token is flat "
-        "where the linears rule and rises where attention does; small micro-batches pay for launches. Below: the same "
-        "blocks with another AdaLN, over eager's time for the same shape."
-    )
-    return Figure("block_time", figure, caption)
-
-
-def _draw_replay(rows: pd.DataFrame) -> list[Figure]:
-    from repro.report import style
-
-    figures = []
-    for device, own in rows.groupby("device", sort=True):
-        found, steps = replay(own, "wan-14b"), equal_token_times(own, "wan-14b")
-        if found is None or steps is None:
-            continue
-        figure, axes = style.subplots(1, 2, size=(4.4, 3.4), sharey=True)
-        panels = (
-            (steps["batch"] * steps["tokens"] / 1e3, "total tokens B S, thousands", "about 0.35"),
-            (steps["tokens"] ** 2 / 1e6, "S squared, millions", "about 0.92"),
-        )
-        for ax, (x, label, paper), r in zip(axes[0], panels, found, strict=True):
-            ax.plot(x, steps["value"], "o", color=style.color("equal_token"))
-            ax.margins(x=0.15)
-            # Lengths next to each other often lie close: their labels go to opposite sides.
-            points = sorted(zip(steps["tokens"], x, steps["value"], strict=True))
-            for i, (length, *at) in enumerate(points):
-                look = {"xytext": (5, -7), "ha": "left"} if i % 2 == 0 else {"xytext": (-5, 2), "ha": "right"}
-                ax.annotate(f"{length:,}", at, textcoords="offset points", fontsize=7, **look)
-            ax.set(xlabel=label, title=f"R = {r.value:.2f} [{r.low:.2f}, {r.high:.2f}], paper {paper}", ylim=(0, None))
-        axes[0, 0].set_ylabel(f"ms, {LAYERS['wan-14b']} blocks at 14B width")
-        caption = (
-            f"Equal-token micro-batches of wan-uniform on {device}, labelled with S: about the same tokens, yet step "
-            "time follows the square of the sequence length."
-        )
-        figures.append(Figure(f"equal_token_correlation-{device}", figure, caption, CLAIMS))
-    return figures

@@ -92,12 +92,13 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
-    """Measured step time with the fitted lines, and the errors of held-out lengths."""
-    return [
+    """For each device measured step time with the fitted lines and the errors of held-out lengths; then all devices."""
+    figures = [
         figure
         for device, own in rows[rows["suite"] == block_time.NAME].groupby("device", sort=True)
         for figure in _draw_device(str(device), own)
     ]
+    return figures + _draw_devices(rows[rows["suite"] == NAME])
 
 
 def _errors(fitted: Fit) -> list[Measurement]:
@@ -175,10 +176,10 @@ def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
     if not fits:
         return []
     looks: dict[Form, tuple[str, str, str]] = {
-        "power": (style.ORANGE, "s", "a + b B S^p"),
+        "power": (style.ORANGE, "s", "a + b B S^p (the paper's form)"),
         "quadratic": (style.BLUE, "o", "a + b B S + c B S² + d B"),
     }
-    figure, axes = style.subplots(2, len(fits), size=(4.6, 3.2))
+    figure, axes = style.subplots(2, len(fits), 2.3)
     for column, (model, forms) in enumerate(fits.items()):
         top, bottom = axes[:, column]
         data = forms["power"].observations
@@ -186,24 +187,50 @@ def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
         single = data.batch == 1
         full = ~single & (data.batch == np.maximum(1, block_time.BUDGETS[0] // data.tokens))
         scale = 1e3 / data.layers
-        for form, fitted in forms.items():
+        for k, (form, fitted) in enumerate(forms.items()):
             color, marker, label = looks[form]
-            top.plot(lengths, scale * fitted.cost.seconds(1, lengths), color=color, label=label)
+            top.plot(lengths, scale * fitted.cost.seconds(1, lengths), color=color)
             for s in np.unique(data.tokens[full]):
-                top.plot(s, scale * fitted.cost.seconds(block_time.BUDGETS[0] // s, s), "_", color=color, markersize=11)
-            text = f"{label}: {fitted.held_out_mape:.1f}%"
-            bottom.plot(data.tokens, 100 * fitted.held_out, marker, color=color, label=text, alpha=0.7)
+                top.plot(s, scale * fitted.cost.seconds(block_time.BUDGETS[0] // s, s), "_", color=color, markersize=10)
+            bottom.plot(data.tokens, 100 * fitted.held_out, marker, color=color, label=label, alpha=0.7)
+            told = f"mean {fitted.held_out_mape:.1f}%"
+            bottom.text(0.97, 0.97 - 0.11 * k, told, color=color, weight="bold", transform=bottom.transAxes, ha="right",
+                        va="top", fontsize=style.SMALLEST)  # fmt: skip
         top.plot(data.tokens[single], scale * data.seconds[single], "o", color=style.BLACK, label="measured, B = 1")
-        top.plot(data.tokens[full], scale * data.seconds[full], "o", color=style.GREY, label="measured, 48,000 tokens")
-        top.set(yscale="log", title=f"{model} width", ylabel="ms a block, forward + backward")
-        bottom.axhline(0, color=style.GREY, linewidth=1)
-        bottom.set(ylabel="error with the length held out, %")
+        tokens = f"measured, {block_time.BUDGETS[0]:,} tokens"
+        top.plot(data.tokens[full], scale * data.seconds[full], "D", color=style.GREY, label=tokens)
+        top.set(yscale="log", title=f"{model} width")
+        style.log_ticks(top.yaxis)
+        bottom.axhline(0, color=style.BLACK, linewidth=0.8)
+        low, high = bottom.get_ylim()
+        bottom.set_ylim(low, high + 0.25 * (high - low))  # room for the means
         for ax in (top, bottom):
-            style.token_axis(ax, data.tokens, "tokens of one sample, S")
-            style.legend(ax)
+            style.token_axis(ax, data.tokens, "tokens of one sample, S" if ax is bottom else "")
+    axes[0, 0].set_ylabel("ms a block")
+    axes[1, 0].set_ylabel("error with length held out, %")
+    style.legend(figure, [])
     caption = (
-        f"Cost models fitted to block_time on {device} (eager AdaLN). Above: measured step time; lines and dashes are "
-        "the fits. Below: relative error of each shape when all shapes of its length are left out of the fit; the "
-        "legend gives the mean absolute error."
+        f"Cost models fitted to block_time on {device} (eager AdaLN, forward and backward). Above: measured step time; "
+        "lines (B = 1) and dashes (48,000 tokens) are the fits. Below: relative error of each shape when all shapes of "
+        "its length are left out of the fit, and the mean absolute error."
     )
     return [Figure(f"cost_model-{device}", figure, caption, CLAIMS)]
+
+
+def _draw_devices(rows: pd.DataFrame) -> list[Figure]:
+    """Held-out errors and fitted exponents on all devices."""
+    from repro.report import devices
+
+    rows = rows[(rows["adaln"] == "eager") & rows["model"].isin(block_time.SHOWN)]
+    errors = rows[rows["metric"] == "held_out_mape"]
+    if not devices.several(errors):
+        return []
+    exponents = rows[rows["metric"] == "p"]
+    error = "error with length held out, %"
+    panels = {
+        error: errors.assign(row=errors["model"] + ", " + errors["form"]),
+        "exponent p of the power law": exponents.assign(row=exponents["model"]),
+    }
+    figure = devices.dots(panels, {error: ("B6 wants at most 20%", 20.0)})
+    caption = "Cost models fitted to each device's own step times: mean absolute error of lengths held out, and p."
+    return [Figure("cost_model-devices", figure, caption, CLAIMS)]

@@ -27,6 +27,8 @@ PARAMETERS = ("impl", "form", "dtype", "batch", "tokens", "dim")
 
 BASELINE = "wan"
 """The chain that K5 is judged on; the textbook chain stands in the note."""
+PAPER_NODES = (5, 8)
+"""AdaptiveLoad (arXiv 2605.17923): the chain's 5 to 8 nodes become 1."""
 IMPLS = ("wan", "eager", "compile", "fused", "dtile")
 
 
@@ -94,27 +96,54 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
     return [Evidence("K5", ratio, ratio, ratio, "measured", chain, fused, note)]
 
 
+_COUNTED = {
+    "nodes": "autograd nodes",
+    "launches_forward": "launches, forward",
+    "launches_backward": "launches, backward",
+}
+
+
 def draw(rows: pd.DataFrame) -> list[Figure]:
-    """For each device: bars of nodes and launches by implementation, the paper's 5 and 1 nodes marked."""
+    """For each device: bars of nodes and launches by implementation, the paper's 5 to 8 nodes marked; then all."""
+    rows = rows[rows["suite"] == NAME]
+    figures = [_draw_device(str(device), own) for device, own in rows.groupby("device", sort=True)]
+    return figures + _draw_devices(rows)
+
+
+def _draw_device(device: str, rows: pd.DataFrame) -> Figure:
     from repro.report import style
 
-    figures = []
-    for device, own in rows[rows["suite"] == NAME].groupby("device", sort=True):
-        full = own[own["profile"] == "full"]
-        shown = own if full.empty else full
-        metrics = [m for m in ("nodes", "launches_forward", "launches_backward") if (shown["metric"] == m).any()]
-        figure, axes = style.subplots(1, len(metrics), size=(3.4, 3.0))
-        for ax, metric in zip(axes[0], metrics, strict=True):
-            counts = shown[shown["metric"] == metric].set_index("impl")["value"]
-            impls = style.ordered(list(counts.index))
-            bars = ax.bar(range(len(impls)), [counts[i] for i in impls], 0.7, color=[style.color(i) for i in impls])
-            ax.bar_label(bars, fmt="%.0f")
-            ax.set_xticks(range(len(impls)), impls)
-            ax.grid(axis="x", visible=False)
-            ax.set_title(metric.replace("nodes", "autograd nodes").replace("_", ", "))
-            if metric == "nodes":
-                style.paper_value(ax, 5, "paper: 5 to 8, fused 1")
-                ax.set_ylim(0, max(6.0, 1.15 * counts.max()))
-        caption = f"Autograd nodes and launches of one modulated norm on {device}, bf16 x with fp32 modulation."
-        figures.append(Figure(f"graph_nodes-{device}", figure, caption, CLAIMS))
-    return figures
+    metrics = [m for m in _COUNTED if (rows["metric"] == m).any()]
+    impls = style.ordered(list(rows["impl"]))
+    figure, axes = style.subplots(1, len(metrics), 0.24 * len(impls) + 1.1, sharey=True)
+    for ax, metric in zip(axes[0], metrics, strict=True):
+        counts = rows[rows["metric"] == metric].set_index("impl")["value"].reindex(impls)
+        bars = ax.barh(range(len(impls)), counts, 0.75, color=[style.color(i) for i in impls])
+        style.bar_values(ax, bars, "%.0f")
+        ax.set_yticks(range(len(impls)), [style.label(i) for i in impls])
+        ax.margins(x=0.15)
+        ax.grid(axis="y", visible=False)
+        ax.set_xlabel(_COUNTED[metric])
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        if metric == "nodes":
+            ax.axvspan(*PAPER_NODES, color="#E6E6E6", zorder=0.5)
+            style.paper_value(ax, PAPER_NODES[0], "paper: 5 to 8, then 1", along="y")
+    axes[0, 0].invert_yaxis()
+    style.legend(figure, ["measured"], axes=[], bars=True)
+    caption = (
+        f"Autograd nodes and launches of one modulated norm on {device}, bf16 x with fp32 modulation; exact counts."
+    )
+    return Figure(f"graph_nodes-{device}", figure, caption, CLAIMS)
+
+
+def _draw_devices(rows: pd.DataFrame) -> list[Figure]:
+    """Nodes on all devices; they depend on the framework, not on the device, and this shows it."""
+    from repro.report import devices, style
+
+    rows = rows[rows["metric"] == "nodes"]
+    if not devices.several(rows):
+        return []
+    order = style.ordered(list(rows["impl"]))
+    rows = rows.assign(row=rows["impl"].map(style.label)).sort_values("impl", key=lambda i: i.map(order.index))
+    figure = devices.dots({"autograd nodes": rows}, {"autograd nodes": ("paper: 5 to 8, then 1", PAPER_NODES[0])})
+    return [Figure("graph_nodes-devices", figure, "Autograd nodes of one modulated norm on each device.", CLAIMS)]

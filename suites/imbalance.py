@@ -12,7 +12,7 @@ Columns: `repro.balance.campaign.PARAMETERS`. Metrics: `repro.balance.metrics.UN
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -110,11 +110,12 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
-    """For each device, the imbalances of the baseline, the paper's rule and ours on 8 and 16 ranks."""
+    """For each device, the imbalances of the baseline, the paper's rule and ours; then the falls on all devices."""
     own = rows[(rows["suite"] == NAME) & (rows["model"] == assumptions.MODEL)]
     own = own[(own["corpus"] == assumptions.CORPUS) & own["policy"].isin(SHOWN)]
     own = own[own["m_comp"] != assumptions.M_COMP_LOOSE]
-    return [_draw_device(str(device), table) for device, table in own.groupby("device", sort=True)]
+    figures = [_draw_device(str(device), table) for device, table in own.groupby("device", sort=True)]
+    return figures + _draw_devices(own)
 
 
 def _others(table: pd.DataFrame, treated: Setting, cv: str) -> str:
@@ -141,33 +142,53 @@ def _binding(rows: pd.DataFrame, treated: Setting) -> str:
     return f"p = {rule.p:.2f}; M_comp binds in {int(bound.sum())} of {tokens.size} buckets, M_mem in the others"
 
 
+_TITLES = {
+    "bucket_cv": "across buckets: time",
+    "load_cv": "across ranks: B S²",
+    "rank_cv": "across ranks: time",
+    "step_cv": "across steps: step time",
+}
+
+
 def _draw_device(device: str, table: pd.DataFrame) -> Figure:
     from repro.report import style
 
-    panels = (
-        ("bucket_cv", "across buckets: time"),
-        ("load_cv", "across ranks: B S²"),
-        ("rank_cv", "across ranks: time"),
-        ("step_cv", "across steps: step time"),
-    )
-    figure, axes = style.subplots(1, len(panels), size=(3.0, 3.3))
-    for ax, (cv, title) in zip(axes[0], panels, strict=True):
+    figure, axes = style.subplots(2, 2, 2.0)
+    for ax, (cv, title) in zip(axes.flat, _TITLES.items(), strict=True):
         _draw_panel(ax, table[table["metric"] == cv])
         ax.set_title(title)
-        if cv in PAPER:
-            for height, text in zip(PAPER[cv], ("before", "after"), strict=True):
-                style.paper_value(ax, height, "")
-                # beside the axes, since bars fill them
-                at: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
-                ax.annotate(f"paper,\n{text}\n{height}%", (1, height), (3, 0), color=style.GREY, fontsize=7, **at)
-    axes[0, 0].set_ylabel("coefficient of variation, %")
-    _campaign.figure_legend(figure, hatched=True)
+        for value, when in zip(PAPER.get(cv, ()), ("before", "after"), strict=False):
+            style.paper_value(ax, value, f"{when}: {value}%")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("CV, %")
+    style.legend(figure, ["simulated"], bars=True, paper="paper")
     caption = (
         f"Simulated from block_time on {device}: {assumptions.CORPUS}, 14B, one micro-batch a step, M_mem "
-        f"{assumptions.M_MEM:,} tokens. Three imbalances: one batch's time over the epoch; what ranks that wait for "
-        "each other differ by within a step; step time. Bars are 95% intervals over seeds."
+        f"{assumptions.M_MEM:,} tokens. Coefficients of variation (CV) of three imbalances: one batch's time over the "
+        "epoch; what ranks that wait for each other differ by within a step; step time. Bars are 95% intervals "
+        "over seeds."
     )
     return Figure(f"imbalance-{device}", figure, caption, CLAIMS)
+
+
+def _draw_devices(table: pd.DataFrame) -> list[Figure]:
+    """Falls that B3, B4 and B7 are about, on all devices."""
+    from repro.report import devices
+
+    settings = {f"{r} ranks": Setting("dual_constraint", "eager", r) for r in RANKS}
+    panels, paper = {}, {}
+    for cv, wanted in PAPER_FALLS.items():
+        name = f"fall of the CV {_TITLES[cv]}, %"
+        panels[name] = _campaign.by_device(table, settings, f"{cv}_fall")
+        paper[name] = (f"paper: {wanted}%", wanted)
+    panels = {name: panel for name, panel in panels.items() if devices.several(panel)}
+    if not panels:
+        return []
+    caption = (
+        "What the paper's rule takes off each imbalance, relative to equal-token batches, simulated from each device's "
+        f"block_time: {assumptions.CORPUS}, 14B, M_mem {assumptions.M_MEM:,} tokens. Bars are 95% intervals over seeds."
+    )
+    return [Figure("imbalance-devices", devices.dots(panels, paper), caption, CLAIMS)]
 
 
 def _draw_panel(ax: Axes, table: pd.DataFrame) -> None:

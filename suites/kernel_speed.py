@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from repro.measure.stats import Interval, measured, median_interval, ratio_interval, seed_text
 from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+from suites import _kernel_figures
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -152,18 +153,7 @@ def _slower_cells(rows: pd.DataFrame, direction: str) -> str:
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
     """For each device: speedup over eager, % of the ceiling and time as called, against the number of tokens."""
-    figures = []
-    rows = rows[rows["suite"] == NAME]
-    for device, own in rows.groupby("device", sort=True):
-        full = own[own["profile"] == "full"]
-        shown = own if full.empty else full
-        smoke = " Smoke profile: small sizes, few samples." if full.empty else ""
-        figures += [
-            _draw_metric(shown, "speedup", "speedup over eager", f"kernel_speedup-{device}", smoke),
-            _draw_metric(shown, "ceiling", "% of the large stream", f"kernel_ceiling-{device}", smoke),
-            _draw_metric(shown, "time_called", "us, called from Python", f"kernel_called-{device}", smoke),
-        ]
-    return [f for f in figures if f is not None]
+    return _kernel_figures.draw(rows[rows["suite"] == NAME], PAPER, CLAIMS, DTYPES)
 
 
 def parse(case: Case) -> tuple[str, Direction, Problem]:
@@ -269,53 +259,3 @@ def _select(rows: pd.DataFrame, **values: object) -> pd.DataFrame:
     for column, value in values.items():
         rows = rows[rows[column] == value]
     return rows
-
-
-def _draw_metric(rows: pd.DataFrame, metric: str, label: str, name: str, remark: str) -> Figure | None:
-    from repro.report import style
-
-    rows = rows[(rows["metric"] == metric) & (rows["batch"] == 1)]
-    if rows.empty:
-        return None
-    dims, dtypes = sorted(rows["dim"].unique()), [d for d in DTYPES if (rows["dtype"] == d).any()]
-    columns = list(product(("forward", "backward"), dtypes))
-    figure, axes = style.subplots(len(dims), len(columns), size=(3.4, 2.8), sharex="col")
-    for i, dim in enumerate(dims):
-        for j, (direction, dtype) in enumerate(columns):
-            ax = axes[i, j]
-            cell = _select(rows, dim=dim, dtype=dtype, **{"pass": direction})
-            for impl in style.ordered(list(cell["impl"])):
-                # A cell that is missing (skipped, or refused by the harness) breaks the line.
-                own = (
-                    cell[cell["impl"] == impl]
-                    .set_index("tokens")
-                    .reindex(sorted(cell["tokens"].unique()))
-                    .reset_index()
-                )
-                style.series(ax, own["tokens"], own["value"], impl, low=own["ci_low"], high=own["ci_high"])
-            style.token_axis(ax, cell["tokens"].to_numpy(), "tokens N" if i == len(dims) - 1 else "")
-            ax.set_title(f"{direction}, {dtype}, D={dim:,}")
-            if j == 0:
-                ax.set_ylabel(label)
-            top = cell["ci_high"].max() if len(cell) else 1.0
-            if metric == "time_called":
-                ax.set_yscale("log")
-                continue
-            if metric == "ceiling":
-                ax.axhline(100, color="black", linewidth=0.8)
-            elif dtype == "bf16":
-                text, value = PAPER[direction]
-                style.paper_value(ax, value, text)
-                top = max(top, value)
-            ax.set_ylim(0, 1.12 * top)
-    handles = {text: h for ax in figure.axes for h, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=len(handles))
-    caption = {
-        "speedup": "Speedup over eager in the same dtype, device time with a cold cache, B=1; bars are 95% intervals.",
-        "ceiling": "Bandwidth of necessary traffic, as % of the fastest large plain stream with the same mix of reads "
-        "and writes (1:1 forward, 2:1 backward), B=1.",
-        "time_called": "Time of a call from Python, launches included, B=1: what a user feels at small N, where the "
-        "device waits for the host. Backwards go through autograd.",
-    }[metric]
-    gaps = " A gap in a line is a cell that was skipped, or refused because it read above the stream."
-    return Figure(name, figure, caption + gaps + remark, CLAIMS)

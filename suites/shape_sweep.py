@@ -178,30 +178,41 @@ def _power(found: Fit) -> str:
 
 
 def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
+    from matplotlib.colors import LogNorm
+
     from repro.report import style
 
     shown = [(at, cells) for at in SHOWN if not (cells := _cells(rows, *at)).empty]
     if not shown:
         return []
-    figure, axes = style.subplots(2, len(shown), size=(4.6, 3.1))
+    figure, axes = style.subplots(2, len(shown), 2.3)
+    filled = [cells["batch"] * cells["tokens"] for _, cells in shown]
+    norm = LogNorm(min(n.min() for n in filled), max(n.max() for n in filled))
     for column, ((model, layers), cells) in enumerate(shown):
         top, bottom = axes[:, column]
-        n = cells["batch"] * cells["tokens"]
-        points = top.scatter(cells["tokens"], 1e3 * cells["forward_backward"] / n, c=np.log10(n), cmap="viridis", s=18)
-        figure.colorbar(points, ax=top, label="log10 of tokens in the micro-batch, B S")
+        n = filled[column]
+        points = top.scatter(
+            cells["tokens"], 1e3 * cells["forward_backward"] / n, c=n, norm=norm, cmap="viridis", s=20, zorder=2
+        )
         found = fitted(rows, model, layers)
         if found is not None:
             full = cells.loc[cells.groupby("tokens")["batch"].idxmax()]
             line = 1e6 * found[0].cost.seconds(full["batch"], full["tokens"]) / (full["batch"] * full["tokens"])
-            top.plot(full["tokens"], line, color=style.GREY, lw=1, label=f"largest B: a + b B S^{_power(found[0])}")
-            top.legend()
-        top.set(ylim=(0, None), title=f"{model}, {layers} layers", ylabel="us a token")
+            top.plot(full["tokens"], line, color=style.GREY, lw=1, label=f"fit, largest B: p = {_power(found[0])}")
+            top.legend(loc="upper left")
+        top.set(ylim=(0, None), title=f"{model}, {layers} layers")
         bottom.plot(n / 1e3, cells["peak_memory"], "o", ms=4, color=style.color(ADALN))
-        bottom.set(xlim=(0, None), ylim=(0, None), xlabel="thousand tokens in the micro-batch, B S", ylabel="peak, GB")
+        bottom.set(xlim=(0, None), ylim=(0, None), xlabel="thousand tokens, B S")
         style.token_axis(top, cells["tokens"].to_numpy(), "tokens of one sample, S")
+    axes[0, 0].set_ylabel("us a token")
+    axes[1, 0].set_ylabel("peak memory, GB")
+    bar = figure.colorbar(points, ax=axes[0], label="B S, tokens", pad=0.02)
+    style.log_ticks(bar.ax.yaxis)
+    style.legend(figure, ["measured"], axes=[])
     ranks = sorted({int(r) for r in rows["ranks"]})
     caption = (
         f"The trainer's forward and backward passes on {device} (ranks: {', '.join(map(str, ranks))}; full sharding, "
-        "full checkpointing): time a token, with the fitted power law at each length's largest batch, and peak memory."
+        "full checkpointing): time a token, with the fitted power law a + b B S^p at each length's largest batch, and "
+        "peak memory."
     )
     return [Figure(f"shape_sweep-{device}", figure, caption, CLAIMS)]

@@ -91,12 +91,12 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
-    """For each device: gains by policy and AdaLN, and the frontier of balance against mix."""
+    """For each device gains by policy and AdaLN, and the frontier of balance against mix; then gains on all devices."""
     own = rows[(rows["suite"] == NAME) & (rows["model"] == assumptions.MODEL)]
     figures = []
     for device, table in own.groupby("device", sort=True):
         figures += [_draw_gains(str(device), table), _draw_frontier(str(device), table)]
-    return [f for f in figures if f is not None]
+    return [f for f in (*figures, _draw_devices(own)) if f is not None]
 
 
 def _settings() -> Iterator[Setting]:
@@ -160,17 +160,17 @@ def _draw_gains(device: str, table: pd.DataFrame) -> Figure:
     from repro.report import style
 
     corpora = (assumptions.CORPUS, assumptions.WORST_CORPUS)
-    figure, axes = style.subplots(len(corpora), len(RANKS), size=(4.8, 3.1), sharex="row", sharey=True)
+    figure, axes = style.subplots(len(corpora), len(RANKS), 2.7, sharex="row", sharey=True)
     for (i, corpus), (j, ranks) in product(enumerate(corpora), enumerate(RANKS)):
         ax = axes[i, j]
         _draw_policies(ax, table, Setting(*assumptions.BASELINE, ranks, corpus=corpus))
-        ax.set_title(f"{corpus}, {ranks} ranks")
+        ax.set_title(f"{corpus}, {ranks} ranks", pad=style.ABOVE if i == 0 else None)
         if corpus == assumptions.CORPUS:
             paper = sensitivity.PAPER_GAIN[ranks]
             style.paper_value(ax, paper, f"paper: +{paper}%", along="y")
-        ax.set_xlabel("gain in tokens/s over the baseline, %" if i == len(corpora) - 1 else "")
+        ax.set_xlabel("gain in tokens/s, %" if i == len(corpora) - 1 else "")
     axes[0, 0].invert_yaxis()
-    _campaign.figure_legend(figure)
+    style.legend(figure, ["simulated"])
     caption = (
         f"Tokens/s over equal-token batches with eager AdaLN, simulated from block_time on {device}: 14B, M_mem "
         f"{assumptions.M_MEM:,} tokens, one micro-batch a step, so that larger batches also mean more "
@@ -178,6 +178,31 @@ def _draw_gains(device: str, table: pd.DataFrame) -> Figure:
         "intervals over seeds."
     )
     return Figure(f"throughput-{device}", figure, caption, CLAIMS)
+
+
+def _draw_devices(table: pd.DataFrame) -> Figure | None:
+    """What T1 to T3 are about, on all devices."""
+    from repro.report import devices
+
+    panels, paper = {}, {}
+    for ranks in RANKS:
+        name = f"gain in tokens/s, {ranks} ranks, %"
+        settings = {
+            "AdaptiveLoad": Setting(*assumptions.ADAPTIVELOAD, ranks),
+            "its batches alone": Setting("dual_constraint", "eager", ranks),
+            "balanced, fused": Setting("balanced", "fused", ranks),
+            "AdaptiveLoad, worst mix": Setting(*assumptions.ADAPTIVELOAD, ranks, corpus=assumptions.WORST_CORPUS),
+        }
+        panels[name] = _campaign.by_device(table, settings, "gain")
+        paper[name] = (f"paper: +{sensitivity.PAPER_GAIN[ranks]}%", sensitivity.PAPER_GAIN[ranks])
+    panels = {name: panel for name, panel in panels.items() if devices.several(panel)}
+    if not panels:
+        return None
+    caption = (
+        "Tokens/s over equal-token batches with eager AdaLN, simulated from each device's block_time: 14B, M_mem "
+        f"{assumptions.M_MEM:,} tokens, one micro-batch a step. Bars are 95% intervals over seeds."
+    )
+    return Figure("throughput-devices", devices.dots(panels, paper), caption, CLAIMS)
 
 
 def _draw_policies(ax: Axes, table: pd.DataFrame, base: Setting) -> None:
@@ -195,7 +220,7 @@ def _draw_policies(ax: Axes, table: pd.DataFrame, base: Setting) -> None:
             place,
             xerr=[value - low, high - value],
             ls="none",
-            capsize=2,
+            elinewidth=1.2,
             label=f"{style.label(adaln)} AdaLN",
             **look,
         )
@@ -209,27 +234,27 @@ def _draw_frontier(device: str, table: pd.DataFrame) -> Figure | None:
     matched = table[(table["protocol"] == "matched") & (table["ranks"] == FRONTIER_RANKS)]
     if matched.empty:
         return None
-    figure, axes = style.subplots(len(SYNCS), len(MATCHED_MICRO_BATCHES), size=(3.6, 3.0), sharex=True, sharey=True)
-    for (i, sync), (j, number) in product(enumerate(SYNCS), enumerate(MATCHED_MICRO_BATCHES)):
+    figure, axes = style.subplots(len(MATCHED_MICRO_BATCHES), len(SYNCS), 1.9, sharex=True, sharey=True)
+    for (i, number), (j, sync) in product(enumerate(MATCHED_MICRO_BATCHES), enumerate(SYNCS)):
         ax = axes[i, j]
         cell = matched[(matched["sync"] == sync) & (matched["micro_batches"] == number)]
         for policy in style.ordered(list(cell["policy"])):
             own = cell[cell["policy"] == policy].set_index("metric")
             x, y = own.loc["mix_distance"], own.loc["share_of_perfect"]
-            style.series(
-                ax, [x["value"]], [y["value"]], policy, low=[y["ci_low"]], high=[y["ci_high"]], kind="simulated"
-            )
-        meet = "ranks meet in each" if sync == "micro_batch" else "ranks meet once a step"
-        ax.set_title(f"{number} micro-batch{'es' if number > 1 else ''} a step, {meet}", fontsize=8.5)
+            ends = {"low": [y["ci_low"]], "high": [y["ci_high"]]}
+            style.series(ax, [x["value"]], [y["value"]], policy, kind="simulated", line=False, **ends)
+        if i == 0:
+            ax.set_title("meet in each micro-batch" if sync == "micro_batch" else "meet once a step")
         ax.axhline(1, color=style.GREY, linewidth=0.8)
         ax.set_xlim(0, 1)
-        ax.set_xlabel("mix distance" if i == len(SYNCS) - 1 else "")
-        ax.set_ylabel("share of perfect balance" if j == 0 else "")
-    _campaign.figure_legend(figure, columns=5)
+        ax.set_xlabel("mix distance" if i == len(MATCHED_MICRO_BATCHES) - 1 else "")
+        ax.set_ylabel(f"{number} micro-batch{'es' if number > 1 else ''}:\nof perfect balance" if j == 0 else "")
+    style.legend(figure, ["simulated"])
     caption = (
         f"Frontier of balance against mix, simulated from block_time on {device}: {assumptions.CORPUS}, 14B, "
-        f"{FRONTIER_RANKS} ranks, M_mem {TOKEN_BUDGET:,} tokens, samples a step matched, whole epochs. Up is faster, "
-        "left keeps a step's samples nearer to the corpus' mix; upper left is best. With M_mem at the baseline's "
+        f"{FRONTIER_RANKS} ranks, M_mem {TOKEN_BUDGET:,} tokens, samples a step matched, whole epochs. Columns: where "
+        "ranks meet; rows: micro-batches a step. Up is faster, left keeps a step's samples nearer to the corpus' mix; "
+        "upper left is best. With M_mem at the baseline's "
         "budget equal-token, dual constraint and equal time coincide."
     )
     return Figure(f"frontier-{device}", figure, caption, ("T1", "T2"))

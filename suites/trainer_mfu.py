@@ -101,25 +101,25 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
     """Share of peak with recomputation counted, for each device, model and form of the blocks."""
-    from repro.report import style
+    from repro.report import devices
 
-    table = rows[(rows["suite"] == NAME) & (rows["metric"].isin(("hfu", "share_of_block_stack")))]
+    table = rows[rows["suite"] == NAME]
     if not (table["metric"] == "hfu").any():
         return []
+    table = table.assign(row=table["model"] + "\n" + table["adaln"] + ", " + table["blocks"])
+    panels = {"hfu": "HFU, % of the GPU's peak", "share_of_block_stack": "% of the speed of the plain block stack"}
     figures = []
     for device, own in table.groupby("device", sort=True):
-        figure, axes = style.subplots(1, 2, size=(4.2, 3.0))
-        labels = [f"{m}\n{a}, {b}" for m, a, b in own[["model", "adaln", "blocks"]].drop_duplicates().to_numpy()]
-        panels = (("hfu", "HFU, % of peak"), ("share_of_block_stack", "% of the plain block stack"))
-        for ax, (metric, name) in zip(axes[0], panels, strict=True):
-            cells = own[own["metric"] == metric]
-            error = np.abs(cells[["ci_low", "ci_high"]].to_numpy().T - cells["value"].to_numpy())
-            ax.bar(range(len(cells)), cells["value"], yerr=error, color=style.color("fused"))
-            ax.set_xticks(range(len(cells)), labels, fontsize=6)
-            ax.set(ylabel=name, ylim=(0, None))
+        shown = {name: own[own["metric"] == metric] for metric, name in panels.items()}
         caption = (
             f"Whole training steps (update included) on {device}, S = 32,760, full checkpointing: share of the peak "
-            "with recomputation counted, and of the speed of bare blocks measured in the same run."
+            "with recomputation counted, and of the speed of bare blocks measured in the same run. Bars are 95% "
+            "intervals."
         )
+        figure = devices.dots({name: cells for name, cells in shown.items() if len(cells)})
         figures.append(Figure(f"trainer_mfu-{device}", figure, caption))
+    if devices.several(table):
+        shown = {name: table[table["metric"] == metric] for metric, name in panels.items()}
+        figure = devices.dots({name: cells for name, cells in shown.items() if len(cells)})
+        figures.append(Figure("trainer_mfu-devices", figure, "Whole training steps on each device, S = 32,760."))
     return figures

@@ -48,15 +48,23 @@ def draw_all(store: Store, suites: Mapping[str, Suite], folder: Path) -> tuple[l
     return drawn, errors
 
 
-def draw_claims(rows: Sequence[tables.Row], folder: Path) -> None:
-    """Write the overview of the claims: claims.svg, claims.png and claims.md."""
+def draw_claims(rows: Sequence[tables.Row], folder: Path, others: Sequence[tables.Row] = ()) -> None:
+    """Write the overview of the claims: claims.svg, .png and .md, and claims-devices where several were judged on.
+
+    rows: of results/claims.csv. others: of claims_by_device.csv.
+    """
     with style.context():
         save(overview.draw(rows), folder, "claims")
+        if (figure := overview.draw_devices([*rows, *others])) is not None:
+            save(figure, folder, "claims-devices")
     files.replace(folder / "claims.md", ("# The paper's claims\n\n" + tables.markdown(rows, notes=True)).encode())
 
 
 def save(figure: matplotlib.figure.Figure, folder: Path, name: str) -> None:
     """Write folder/name.svg and .png atomically; a file that would not change is left alone."""
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)  # once for both files
+        figure.set_layout_engine("none")
     for suffix, metadata in _METADATA.items():
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix, metadata=metadata)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,48 +16,76 @@ from repro.verdicts import headline
 
 _START, _LIMIT = -0.25, 2.4
 """Ends of the scale in units of the paper's effect; what lies beyond is an arrow."""
-_WIDTH, _LEFT, _PLOT = 11.0, 2.75, 4.3
-"""Inches: the figure, the text left of the plot, the plot."""
-_COLUMNS = {"id": -2.62 / _PLOT, "title": -2.25 / _PLOT, "paper": 1.02, "ours": 1.19, "verdict": 1.65}
+_LEFT, _PLOT = 1.75, 1.6
+"""Inches: the text left of the plot, the plot."""
+_COLUMNS = {"id": -1.68 / _PLOT, "title": -1.38 / _PLOT, "ours": 1.05, "verdict": 1.05 + 0.82 / _PLOT}
 """Left edges of the columns of text in widths of the plot."""
+_ROW, _TOP, _BOTTOM = 0.29, 0.72, 0.72
+"""Inches: a claim, what stands above all of them, and below."""
 _CHIPS = {
-    "exceeded": style.GREEN,
-    "reproduced": style.GREEN,
-    "ambiguous": style.ORANGE,
-    "partly": style.ORANGE,
-    "not reproduced": style.RED,
-    "not run": "#BBBBBB",
+    "exceeded": (style.GREEN, "white"),
+    "reproduced": (style.GREEN, "white"),
+    "ambiguous": (style.ORANGE, "black"),
+    "partly": (style.ORANGE, "black"),
+    "not reproduced": (style.RED, "white"),
+    "not run": ("#D0D0D0", "black"),
 }
+"""Colours of a verdict and of its name."""
+_SCALE = "effect found / the paper's effect"
 
 
 def draw(rows: Sequence[tables.Row]) -> Figure:
     """Rows of results/claims.csv as a dot plot on one scale: 0 is no effect, 1 the paper's value."""
-    height = 0.3 * len(rows) + 1.5
-    figure = Figure(figsize=(_WIDTH, height))
-    axes: Axes = figure.add_axes((_LEFT / _WIDTH, 0.85 / height, _PLOT / _WIDTH, 1 - 1.5 / height))
-    axes.set(xlim=(_START, _LIMIT), ylim=(len(rows) - 0.5, -0.5))
-    axes.set_xlabel(
-        "effect found / the paper's effect   (0: no effect; shaded: the paper's value within its tolerance)"
-    )
-    axes.xaxis.set_ticks([0, 0.5, 1, 1.5, 2])
-    axes.xaxis.label.set_fontsize(8)
-    axes.yaxis.set_ticks([])
-    axes.spines["left"].set_visible(False)
-    axes.axvline(0, color=style.GREY, linewidth=0.8, zorder=0.5)
-    axes.axvline(1, color=style.GREY, linewidth=1.1, linestyle=(0, (5, 3)), zorder=0.5)
+    figure, axes = _canvas(len(rows))
     for y, row in enumerate(rows):
-        _marks(axes, y, row)
+        color = _CHIPS[row["verdict"]][0]
+        found = scale(row)
+        axes.axhline(y + 0.5, xmin=_COLUMNS["id"], xmax=2.13, color="#E6E6E6", linewidth=0.7, clip_on=False, zorder=0.4)
+        if found is None:
+            axes.text(0.04, y, "judged by a threshold", va="center", fontsize=style.SMALLEST, color=style.NOTE)
+        else:
+            _tolerance(axes, y, row, found)
+            _mark(axes, y, row, found, color, "o")
         _words(axes, y, row)
-    for column, text in (
-        ("title", "claim"),
-        ("paper", "paper"),
-        ("ours", "ours [95% interval]"),
-        ("verdict", "verdict"),
-    ):
-        axes.text(_COLUMNS[column], -0.9, text, transform=axes.get_yaxis_transform(), weight="bold", fontsize=8.5)
-    handles = style.kind_handles(["measured", "simulated"])
-    figure.legend(handles=handles, ncols=2, loc="lower left", bbox_to_anchor=(0.005, 0.01))
-    figure.text(0.012, 1 - 0.3 / height, headline(rows), fontsize=9.5)
+    place = axes.get_yaxis_transform()
+    for column, text in (("title", "claim"), ("ours", "ours"), ("verdict", "verdict")):
+        axes.text(_COLUMNS[column], -1.05, text, transform=place, weight="bold", fontsize=8)
+    axes.text(_COLUMNS["ours"], -0.68, "paper", transform=place, color=style.NOTE, fontsize=style.SMALLEST)
+    figure.legend(handles=style.kind_handles(["measured", "simulated"]), loc="lower right")
+    measured, simulated, rest = headline(rows).split("; ")
+    told = f"{measured}\n{simulated}; {rest}"
+    figure.text(0.07 / style.WIDTH, 1 - 0.05 / figure.get_figheight(), told, fontsize=8, va="top")
+    return figure
+
+
+def draw_devices(rows: Sequence[tables.Row]) -> Figure | None:
+    """Claims that were judged on several devices, a mark a device, on the same scale; None where there are none.
+
+    rows: of results/claims.csv and claims_by_device.csv.
+    """
+    judged = [r for r in rows if r["device"] and scale(r) is not None]
+    of_claim = {c: [r for r in judged if r["id"] == c] for c in dict.fromkeys(r["id"] for r in judged)}
+    shown = {c: own for c, own in of_claim.items() if len({r["device"] for r in own}) > 1}
+    if not shown:
+        return None
+    looks = style.device_looks(r["device"] for own in shown.values() for r in own)
+    step = 0.12 + 0.1 * len(looks)
+    figure, grid = style.subplots(1, 1, step * len(shown) + 1.0)
+    axes: Axes = grid[0, 0]
+    axes.set(xlim=(_START, _LIMIT), ylim=(len(shown) - 0.5, -0.5), xlabel=_SCALE)
+    axes.grid(axis="y", visible=False)
+    for y, own in enumerate(shown.values()):
+        for row in sorted(own, key=lambda r: r["device"]):
+            i = list(looks).index(row["device"])
+            found = scale(row)
+            assert found is not None
+            color, marker = looks[row["device"]]
+            _mark(axes, y + 0.7 * ((i + 0.5) / len(looks) - 0.5), row, found, color, marker)
+    for device, (color, marker) in looks.items():
+        axes.plot([], [], marker, color=color, label=device)
+    axes.set_yticks(range(len(shown)), [f"{c}  {BY_ID[c].title}" for c in shown])
+    style.paper_value(axes, 1, "the paper's value", along="y")
+    style.legend(figure, {r["kind"] for own in shown.values() for r in own})
     return figure
 
 
@@ -71,53 +101,60 @@ def scale(row: tables.Row) -> tuple[float, float] | None:
     return (0.0, float(row["paper"])) if isinstance(rule, AtLeast) else None
 
 
-def _marks(axes: Axes, y: int, row: tables.Row) -> None:
-    found = scale(row)
-    axes.axhline(y + 0.5, xmin=_COLUMNS["id"], xmax=1.93, color="#E8E8E8", linewidth=0.7, clip_on=False, zorder=0.4)
-    if found is None:
-        axes.text(1.04, y, "judged by a threshold", va="center", fontsize=7, color=style.GREY)
-        return
-    none, paper = found
+def _canvas(rows: int) -> tuple[Figure, Axes]:
+    height = _ROW * rows + _TOP + _BOTTOM
+    figure = Figure(figsize=(style.WIDTH, height))
+    place = (_LEFT / style.WIDTH, _BOTTOM / height, _PLOT / style.WIDTH, 1 - (_TOP + _BOTTOM) / height)
+    axes: Axes = figure.add_axes(place)
+    axes.set(xlim=(_START, _LIMIT), ylim=(rows - 0.5, -0.5))
+    axes.set_xlabel(f"{_SCALE}\n0: none; shaded: within the tolerance")
+    axes.xaxis.set_ticks([0, 0.5, 1, 1.5, 2])
+    axes.yaxis.set_ticks([])
+    axes.spines["left"].set_visible(False)
+    axes.axvline(0, color=style.GREY, linewidth=0.8, zorder=0.5)
+    axes.axvline(1, color=style.GREY, linewidth=1.1, linestyle=(0, (5, 3)), zorder=0.5)
+    return figure, axes
 
-    def position(value: float) -> float:
-        return (value - none) / (paper - none)
 
+def _position(value: float, ends: tuple[float, float]) -> float:
+    none, paper = ends
+    return (value - none) / (paper - none)
+
+
+def _tolerance(axes: Axes, y: float, row: tables.Row, ends: tuple[float, float]) -> None:
     rule = BY_ID[row["id"]].rule
     if isinstance(rule, Tolerance):
-        low, high = (max(position(paper + s * rule.tolerance * abs(paper)), _START) for s in (-1, 1))
-        axes.fill_betweenx([y - 0.36, y + 0.36], low, high, color="#EFEFEF", linewidth=0)
+        margin = rule.tolerance * abs(ends[1])
+        low, high = np.clip([_position(ends[1] + s * margin, ends) for s in (-1, 1)], _START, _LIMIT)
+        axes.fill_betweenx([y - 0.36, y + 0.36], low, high, color="#E9E9E9", linewidth=0)
+
+
+def _mark(axes: Axes, y: float, row: tables.Row, ends: tuple[float, float], color: str, marker: str) -> None:
+    """Value and interval, an arrow at the end of the scale where the value lies beyond."""
     if not row["value"]:
         return
-    x = position(float(row["value"]))
-    ends = [position(float(row[c])) if row[c] else math.nan for c in ("ci_low", "ci_high")]
-    colour = _CHIPS[row["verdict"]]
+    x = _position(float(row["value"]), ends)
+    face = color if row["kind"] == "measured" else "white"
     if not _START < x < _LIMIT:
-        end, arrow = (_LIMIT - 0.04, ">") if x >= _LIMIT else (_START + 0.04, "<")
-        axes.plot(end, y, marker=arrow, color=colour, markerfacecolor=_face(row, colour))
+        end, arrow = (_LIMIT - 0.06, ">") if x >= _LIMIT else (_START + 0.06, "<")
+        axes.plot(end, y, marker=arrow, color=color, markerfacecolor=face)
         return
-    axes.plot([max(ends[0], _START), min(ends[1], _LIMIT)], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
-    axes.plot(x, y, marker="o", markersize=6.5, color=colour, markerfacecolor=_face(row, colour))
+    low, high = (_position(float(row[c]), ends) if row[c] else math.nan for c in ("ci_low", "ci_high"))
+    line = [max(low, _START), min(high, _LIMIT)]
+    axes.plot(line, [y, y], color=color, linewidth=2, solid_capstyle="butt")
+    axes.plot(x, y, marker=marker, markersize=5.5, color=color, markerfacecolor=face)
 
 
 def _words(axes: Axes, y: int, row: tables.Row) -> None:
+    """Title over what is counted, our value over the paper's, and the verdict."""
     place = axes.get_yaxis_transform()
-    dull = style.GREY if row["verdict"] == "not run" else "black"
-    words = {"title": BY_ID[row["id"]].title, "paper": tables.paper(row), "ours": tables.ours(row)}
-    axes.text(_COLUMNS["id"], y, row["id"], transform=place, va="center", weight="bold", fontsize=8, color=dull)
-    for column, text in words.items():
-        axes.text(_COLUMNS[column], y, text, transform=place, va="center", fontsize=8, color=dull)
-    axes.text(
-        _COLUMNS["verdict"],
-        y,
-        row["verdict"],
-        transform=place,
-        va="center",
-        fontsize=7.5,
-        color="white",
-        weight="bold",
-        bbox={"boxstyle": "round,pad=0.25", "facecolor": _CHIPS[row["verdict"]], "linewidth": 0},
-    )
-
-
-def _face(row: tables.Row, colour: str) -> str:
-    return colour if row["kind"] == "measured" else "white"
+    look: Any = {"transform": place, "fontsize": style.SMALLEST}
+    title, _, counted = BY_ID[row["id"]].title.partition(": ")
+    axes.text(_COLUMNS["id"], y, row["id"], va="center", weight="bold", **look)
+    axes.text(_COLUMNS["title"], y - 0.02, title, va="bottom", **look)
+    axes.text(_COLUMNS["title"], y + 0.02, counted, va="top", color=style.NOTE, **look)
+    axes.text(_COLUMNS["ours"], y - 0.02, tables.number(row["value"], row["unit"]), va="bottom", **look)
+    axes.text(_COLUMNS["ours"], y + 0.02, tables.paper(row), va="top", color=style.NOTE, **look)
+    back, front = _CHIPS[row["verdict"]]
+    box = {"boxstyle": "round,pad=0.25", "facecolor": back, "linewidth": 0}
+    axes.text(_COLUMNS["verdict"], y, row["verdict"], va="center", color=front, weight="bold", bbox=box, **look)

@@ -49,20 +49,55 @@ def test_an_unknown_interval_is_no_interval(axes):
     assert axes.containers[0].lines[2][0].get_segments()[0][:, 1].tolist() == [2, 2]
 
 
-def test_the_papers_value_is_marked(axes):
+def test_the_papers_value_is_marked_and_told_beside_the_axes(axes):
     axes.set_ylim(0, 5)
     style.paper_value(axes, 3.21, "paper: 3.21x")
     assert axes.lines[0].get_ydata()[0] == 3.21
-    assert axes.texts[0].get_text() == "paper: 3.21x"
+    (text,) = axes.texts
+    assert text.get_text() == "paper\n3.21x"
+    axes.figure.draw_without_rendering()
+    assert text.get_window_extent().x0 >= axes.bbox.x1
 
 
-def test_a_legend_names_each_series_once_and_explains_simulated(axes):
+def test_a_legend_names_each_series_once_and_explains_the_marks(axes):
     for x in (1, 2):
         style.series(axes, [x], [1.0], "fused", kind="simulated")
-    style.legend(axes, ["measured", "simulated"])
-    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["fused (ours)", "measured", "simulated"]
-    style.legend(axes, ["measured"])
-    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["fused (ours)"]
+    style.legend(axes.figure, ["measured", "simulated"], paper="paper: 3.21x")
+    (legend,) = axes.figure.legends
+    told = [t.get_text() for t in legend.get_texts()]
+    assert told == ["fused (ours)", "measured", "simulated", "paper: 3.21x"]
+    faces = {h.get_label(): to_hex(h.get_markerfacecolor()) for h in style.kind_handles(["measured", "simulated"])}
+    assert faces == {"measured": to_hex(style.GREY), "simulated": "#ffffff"}
+
+
+@pytest.mark.parametrize("count", [1, 4, 9, 13])
+def test_a_legend_fits_into_the_figure(count):
+    with style.context():
+        figure, grid = style.subplots()
+        for i in range(count):
+            grid[0, 0].plot([0, 1], [i, i], label=f"{i} dual constraint, same bucket"[: 9 + 3 * i])
+        style.legend(figure, ["measured"])
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1
+
+
+def test_labels_at_line_ends_stay_apart():
+    with style.context():
+        _, grid = style.subplots()
+        ax = grid[0, 0]
+        ax.set_ylim(0, 10)
+        style.end_labels(ax, [(1, 5.0, "a", "k"), (1, 5.1, "b", "k"), (1, 4.9, "c", "k")])
+        ax.figure.draw_without_rendering()
+        boxes = sorted((t.get_window_extent().y0, t.get_window_extent().y1) for t in ax.texts)
+    assert all(top <= bottom + 1 for (_, top), (bottom, _) in zip(boxes, boxes[1:], strict=False))
+
+
+def test_devices_differ_in_colour_and_marker():
+    looks = style.device_looks(["b", "a", "b"])
+    assert list(looks) == ["a", "b"] and looks["a"] != looks["b"]
+    assert len(set(style.device_looks(map(str, range(8))).values())) == 8
 
 
 def test_ticks_are_thinned_where_they_would_overlap(axes):
@@ -73,5 +108,5 @@ def test_ticks_are_thinned_where_they_would_overlap(axes):
 def test_the_users_settings_neither_count_nor_change():
     with mpl.rc_context({"font.size": 33, "axes.grid": False}):
         with style.context():
-            assert mpl.rcParams["font.size"] == 9
+            assert mpl.rcParams["font.size"] == 8
         assert mpl.rcParams["font.size"] == 33

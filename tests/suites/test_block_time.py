@@ -117,6 +117,6 @@ def test_evidence_is_left_out_until_every_bucket_is_measured():
 def test_draws_from_full_rows_only():
     rows = rows_of(lambda b, s: 1e-4 * b * s + 5e-9 * b * s * s, full_cells())
     figures = block_time.draw(rows)
-    assert [f.name for f in figures] == ["block_time", "equal_token_correlation-nvidia-test"]
+    assert [f.name for f in figures] == ["block_time-nvidia-test", "equal_token_correlation-nvidia-test"]
     smoke = rows.assign(model="tiny")
     assert block_time.draw(smoke) == []

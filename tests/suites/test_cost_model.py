@@ -130,7 +130,7 @@ def test_evidence_is_the_held_out_error_of_the_paper_form(rows, measured):
 
 def test_draws_each_device_once(rows):
     both = pd.concat([rows.assign(device="a"), rows.assign(device="b")])
-    assert [f.name for f in cost_model.draw(both)] == ["cost_model-a", "cost_model-b"]
+    assert [f.name for f in cost_model.draw(both)] == ["cost_model-a", "cost_model-b", "cost_model-devices"]
     assert cost_model.draw(rows[rows["model"] == "none"].assign(device="a")) == []
 
 

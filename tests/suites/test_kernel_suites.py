@@ -236,16 +236,33 @@ def test_figures_mark_the_papers_values(profile: str) -> None:
     speed = kernel_speed.cases(profile, H200)  # type: ignore[arg-type]
     nodes = graph_nodes.cases("full", H200)
     with style.context():
-        speedup, ceiling = kernel_speed.draw(
-            table(kernel_speed, profile, [(c, metrics(c)) for c in speed], "nvidia-h200")
-        )
+        speeds = kernel_speed.draw(table(kernel_speed, profile, [(c, metrics(c)) for c in speed], "nvidia-h200"))
         (memory,) = activation_memory.draw(memory_rows().assign(profile=profile))
         (graph,) = graph_nodes.draw(table(graph_nodes, profile, [(c, {"nodes": 6}) for c in nodes], "nvidia-h200"))
-    texts = {f.name: " ".join(t.get_text() for ax in f.figure.axes for t in ax.texts) for f in (speedup, memory, graph)}
+    stems = ("kernel_speedup", "kernel_speedup_fp32", "kernel_ceiling", "kernel_ceiling_fp32")
+    assert [f.name for f in speeds] == [f"{stem}-nvidia-h200" for stem in stems]
+    assert all(set(f.claims) == {"K1", "K2"} for f in speeds)
+    said = {f.name: " ".join(t.get_text() for ax in f.figure.axes for t in ax.texts) for f in (*speeds, memory, graph)}
+    texts = {name: text.replace("\n", " ") for name, text in said.items()}
     assert "3.21x" in texts["kernel_speedup-nvidia-h200"] and "1.42x" in texts["kernel_speedup-nvidia-h200"]
+    assert "paper" not in texts["kernel_speedup_fp32-nvidia-h200"], "the paper's speedups are taken as bf16's"
     assert "61.9%" in texts["activation_memory-nvidia-h200"] and "5 to 8" in texts["graph_nodes-nvidia-h200"]
     assert ("4.8 GB" in texts["activation_memory-nvidia-h200"]) == (profile == "full")
-    assert ceiling.name == "kernel_ceiling-nvidia-h200" and set(speedup.claims) == {"K1", "K2"}
+
+
+def test_devices_with_shapes_in_common_are_drawn_together() -> None:
+    cases = kernel_speed.cases("full", CPU)
+    rows = [
+        table(kernel_speed, "full", [(c, {"time": 1.0, "speedup": 2.0, "ceiling": 50.0}) for c in cases], device)
+        for device in ("cpu-x86-64-2c", "nvidia-h200")
+    ]
+    with style.context():
+        drawn = kernel_speed.draw(pd.concat(rows, ignore_index=True))
+        apart = kernel_speed.draw(pd.concat([rows[0], rows[1].assign(dim=5_120)], ignore_index=True))
+    assert drawn[-1].name == "kernel_speed-devices"
+    labels = {t for ax in drawn[-1].figure.axes for t in ax.get_legend_handles_labels()[1]}
+    assert labels == {"cpu-x86-64-2c", "nvidia-h200"}
+    assert "kernel_speed-devices" not in [f.name for f in apart]
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda s: s.NAME)

@@ -1,0 +1,58 @@
+"""Several devices in one picture: a row a quantity, a mark a device, with what the paper says where it says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+
+from repro.report import style
+
+Paper = tuple[str, float]
+"""What the paper says of a panel's quantity, and where on its axis that is."""
+
+
+def several(rows: pd.DataFrame) -> bool:
+    """Whether rows are of more than one device."""
+    return bool(rows["device"].nunique() > 1)
+
+
+def dots(panels: Mapping[str, pd.DataFrame], paper: Mapping[str, Paper] | None = None) -> matplotlib.figure.Figure:
+    """One panel below the other, the devices' values of each row side by side.
+
+    panels: what the axis says (quantity and unit) -> a table with columns row (its label), device, value, ci_low,
+    ci_high and kind; rows stay in the order in which they first appear. paper: by panel.
+    """
+    looks = style.device_looks(d for table in panels.values() for d in table["device"])
+    counts = [table["row"].nunique() for table in panels.values()]
+    step = 0.09 + 0.09 * len(looks)
+    figure = matplotlib.figure.Figure(
+        figsize=(style.WIDTH, sum(step * n + 0.62 for n in counts) + 0.3), layout="constrained"
+    )
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[step * n + 0.1 for n in counts])
+    for ax, (quantity, table) in zip(grid[:, 0], panels.items(), strict=True):
+        names = list(dict.fromkeys(table["row"]))
+        for i, (device, (color, marker)) in enumerate(looks.items()):
+            for kind, own in table[table["device"] == device].groupby("kind", sort=True):
+                place = np.array([names.index(n) for n in own["row"]]) + 0.7 * ((i + 0.5) / len(looks) - 0.5)
+                value = own["value"].to_numpy(float)
+                ends = np.stack([value - own["ci_low"].to_numpy(float), own["ci_high"].to_numpy(float) - value])
+                face = color if kind == "measured" else "white"
+                ax.errorbar(
+                    value, place, xerr=ends.clip(0), fmt=marker, color=color, mfc=face, elinewidth=1.2, label=device
+                )
+        ax.set_yticks(range(len(names)), names)
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.set_xlabel(quantity)
+        ax.grid(axis="y", visible=False)
+        for line in range(1, len(names)):
+            ax.axhline(line - 0.5, color="#E6E6E6", linewidth=0.7, zorder=0.5)
+        if paper and quantity in paper:
+            text, at = paper[quantity]
+            style.paper_value(ax, at, text, along="y")
+        low, high = ax.get_xlim()
+        ax.set_xlim(min(low, 0), max(high, 0))
+    style.legend(figure, {k for table in panels.values() for k in table["kind"]})
+    return figure
