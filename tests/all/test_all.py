@@ -34,7 +34,7 @@ def test_one_command_measures_draws_and_judges(checkout):
     ]
     assert Store(checkout.results).rows("speed", HERE, "smoke")["value"].tolist() == [4.0] * 3
     assert {p.name for p in checkout.figures.iterdir()} == {
-        "speed.svg", "speed.png", "claims.svg", "claims.png", "claims.md"
+        "speed.svg", "speed.png", "claims.svg", "claims.png", "claims.md", "report.html"
     }  # fmt: skip
     assert len(claims(checkout)) == 18
     assert claims(checkout)["K1"]["verdict"] == "not run"  # smoke decides nothing
