@@ -119,28 +119,29 @@ def draw(plan: Plan, path: Path) -> None:
     from repro.report import style
 
     with style.context():
-        figure, axes = style.subplots(1, 2, size=(4.8, 3.6))
-        left, right = axes[0]
+        figure, axes = style.subplots(2, 1, 2.7)
+        left, right = axes[:, 0]
         tokens = plan.corpus.tokens
         for names in _columns(plan):
             style.series(left, tokens, plan.buckets[names[0]].seconds, names[0], kind="simulated", label=_joined(names))
         left.axhline(plan.target_seconds, color=style.GREY, linewidth=0.8)
-        left.set(ylabel="seconds of a full micro-batch", title="How even the buckets are", ylim=(0, None))
+        left.set(
+            ylabel="seconds of a full micro-batch",
+            title=f"{plan.corpus.name}: {plan.setup.model.name} on {plan.setup.ranks} x {plan.setup.device}",
+            ylim=(0, None),
+        )
         style.token_axis(left, tokens, "tokens of one sample, S")
-        left.legend(fontsize=6)
 
         gains = [g for g in plan.gains if g.policy != BASELINE][::-1]
         at = np.arange(len(gains))
         value = np.array([100 * g.gain for g in gains])
         error = np.array([[100 * (g.gain - g.low), 100 * (g.high - g.gain)] for g in gains]).T
         colors = [style.color(g.policy) for g in gains]
-        right.barh(at, value, xerr=error, color="white", edgecolor=colors, ecolor=style.GREY, linewidth=1.5)
+        right.barh(at, value, xerr=error, color="white", edgecolor=colors, hatch=style.HATCH, ecolor=style.GREY)
         right.axvline(0, color=style.BLACK, linewidth=0.8)
         right.set_yticks(at, [style.label(g.policy) for g in gains])
-        right.set(xlabel=f"samples/s over {style.label(BASELINE)}, %", title="What each policy gains (simulated)")
-        figure.suptitle(
-            f"{plan.corpus.name}: {plan.setup.model.name} on {plan.setup.ranks} x {plan.setup.device}", fontsize=10
-        )
+        right.set(xlabel=f"samples/s over {style.label(BASELINE)}, %", title="What each policy gains")
+        style.legend(figure, ["simulated"])
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix.lstrip("."))
     files.replace(path, buffer.getvalue())

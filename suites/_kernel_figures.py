@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def _draw_device(
         tokens = sorted(cell["tokens"].unique())
         for impl in style.ordered(list(cell["impl"])):
             own = cell[cell["impl"] == impl].set_index("tokens").reindex(tokens).reset_index()  # a gap breaks the line
-            look = {"linestyle": {"stream": ":", "wan": "--"}.get(impl, "-")}
+            look: Any = {"linestyle": {"stream": ":", "wan": "--"}.get(impl, "-")}
             style.series(ax, own["tokens"], own["value"], impl, low=own["ci_low"], high=own["ci_high"], **look)
         style.token_axis(ax, tokens, "tokens N" if i == len(dims) - 1 else "")
         ax.set_title(f"{direction}, {dtype}, D={dim:,}")
@@ -96,7 +96,7 @@ def _draw_devices(rows: pd.DataFrame, paper: Paper, claims: tuple[str, ...]) -> 
         cell = rows[(rows["metric"] == metric) & (rows["pass"] == direction)]
         for device, own in cell.groupby("device", sort=True):
             color, marker = looks[str(device)]
-            look = {"color": color, "marker": marker, "markerfacecolor": color, "label": str(device)}
+            look: Any = {"color": color, "marker": marker, "markerfacecolor": color, "label": str(device)}
             style.series(ax, own["tokens"], own["value"], "fused", low=own["ci_low"], high=own["ci_high"], **look)
         style.token_axis(ax, cell["tokens"].to_numpy(), "tokens N" if i == len(panels) - 1 else "")
         ax.set_title(f"{direction}, bf16, D={dim:,}")

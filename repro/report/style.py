@@ -251,7 +251,10 @@ def end_labels(axes: Axes, ends: Sequence[tuple[float, float, str, str]], lines:
     Call it when the limits of y stand. lines: of the longest text.
     """
     low, high = axes.get_ylim()
-    apart = lines * 0.15 / (axes.get_figure(root=True).get_figheight() / axes.get_gridspec().nrows - 0.6) * (high - low)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    tall = axes.get_position().height * figure.get_figheight()  # before the layout, hence a little generous
+    apart = lines * 0.13 / tall * (high - low)
     ordered_ends = sorted(ends, key=lambda end: end[1])
     places: list[float] = []
     for _, y, _, _ in ordered_ends:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -91,7 +93,7 @@ def test_labels_at_line_ends_stay_apart():
         style.end_labels(ax, [(1, 5.0, "a", "k"), (1, 5.1, "b", "k"), (1, 4.9, "c", "k")])
         ax.figure.draw_without_rendering()
         boxes = sorted((t.get_window_extent().y0, t.get_window_extent().y1) for t in ax.texts)
-    assert all(top <= bottom + 1 for (_, top), (bottom, _) in zip(boxes, boxes[1:], strict=False))
+    assert all(top <= bottom + 1 for (_, top), (bottom, _) in itertools.pairwise(boxes))
 
 
 def test_devices_differ_in_colour_and_marker():
