@@ -2,32 +2,26 @@
 
 Columns as in every kernel suite: impl (eager, wan: formulas of `repro.adaln.reference`; compile: eager through Inductor
 with static shapes; fused, dtile: `repro.adaln.layer_norm_modulate`, which differ in the backward; stream: plain kernels
-that only move the bytes), form (per_sample), pass, dtype, batch, tokens, dim.
+that only move the bytes), form (per_sample), pass, dtype, batch, tokens, dim. Metrics: see `repro.measure.kernel_rows`.
 
-Metrics: time (us, device, cold cache), time_called (us, from Python, launches included), bandwidth (GB/s of necessary
-traffic: x and y forward; dy, x and dx backward), ceiling (% of the fastest large stream with the same mix of reads and
-writes), ceiling_same_size (% of such a stream over as many bytes), speedup (over eager in the same dtype).
-
-The necessary traffic is what any implementation has to move. On a CPU small cases stay in its caches, so that their
-ceiling may pass 100%; on a GPU a bandwidth above that of both streams is a broken measurement and raises.
+The necessary traffic (x and y forward; dy, x and dx backward) is what any implementation has to move. On a CPU small
+cases stay in its caches, so that their ceiling may pass 100%; on a GPU a bandwidth above that of the fastest large
+stream, by more than the interval, is a broken measurement and raises.
 """
 
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from repro.measure.stats import Interval, measured, median_interval, ratio_interval, seed_text
-from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+from repro.measure.stats import seed_text
+from repro.suite import Case, Evidence, Figure, Measurement, Profile
 from suites import _kernel_figures
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
 
     from repro.measure.machine import Machine
-    from repro.measure.norm_modulate import Direction, Problem, Times
-    from repro.measure.stream import Traffic
 
 NAME = "kernel_speed"
 CLAIMS = ("K1", "K2")
@@ -51,14 +45,6 @@ PAPER = {"forward": ("paper: 3.21x to 3.39x", 3.21), "backward": ("paper: up to 
 Shape = tuple[int, int, int]
 """batch, tokens, dim"""
 
-_SECONDS = {"smoke": 0.05, "full": 0.25}
-_times: dict[tuple[str, Direction, Problem, torch.device], Times] = {}
-"""Eager's and the streams' samples of this process, for the ratios of the cases that follow."""
-
-
-class HarnessError(RuntimeError):
-    """A measurement that cannot be true."""
-
 
 def cases(profile: Profile, machine: Machine) -> list[Case]:
     """Shapes one after the other, all implementations and both passes of a shape together."""
@@ -73,26 +59,18 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
     """Check and time one implementation. Ratios are formed with eager and streams measured in this process.
 
-    Raises CaseSkipped where the compiled kernels are missing or memory runs out, HarnessError for a bandwidth above
-    its stream's, `repro.measure.verify.WrongResultError` for a wrong result.
+    Raises CaseSkipped where the compiled kernels are missing or memory runs out,
+    `repro.measure.kernel_rows.HarnessError` for a bandwidth above its stream's,
+    `repro.measure.verify.WrongResultError` for a wrong result.
     """
-    import torch
+    from repro.measure import kernel_rows
 
-    device = torch.device("cuda" if machine.has_gpu else "cpu")
-    impl, direction, problem = parse(case)
-    if impl in ("fused", "dtile") and machine.has_gpu:
-        from repro.adaln import build
-
-        if not build.ensure_loaded():
-            raise CaseSkipped(f"the CUDA kernels are not there: {build.failure()}")
-    seconds = _SECONDS["full" if machine.has_gpu else "smoke"]
-    try:
-        return _measure(impl, direction, problem, device, seconds, seed_text(NAME, case.key))
-    except torch.OutOfMemoryError as e:
-        reason = f"{dict(case.key)} does not fit into memory: {str(e).splitlines()[0]}"
-    # Outside the handler: the exception's traceback holds the tensors that are to be freed.
-    torch.cuda.empty_cache()
-    raise CaseSkipped(reason)
+    impl, direction, problem = kernel_rows.parse(case)
+    if machine.has_gpu:
+        kernel_rows.require_kernels(impl)
+    bench = kernel_rows.bench(NAME, "cuda" if machine.has_gpu else "cpu", 0.25 if machine.has_gpu else 0.05)
+    seed = seed_text(NAME, case.key)
+    return kernel_rows.without_memory_error(lambda: bench.rows(impl, direction, problem, seed), case)
 
 
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
@@ -156,21 +134,6 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
     return _kernel_figures.draw(rows[rows["suite"] == NAME], PAPER, CLAIMS, DTYPES)
 
 
-def parse(case: Case) -> tuple[str, Direction, Problem]:
-    """Implementation, pass and problem of a case. Raises ValueError for an unknown pass, KeyError for a dtype."""
-    import torch
-
-    from repro.measure.norm_modulate import Problem
-
-    key = case.key
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[str(key["dtype"])]
-    problem = Problem(int(key["batch"]), int(key["tokens"]), int(key["dim"]), dtype)
-    direction = key["pass"]
-    if direction != "forward" and direction != "backward":
-        raise ValueError(f"pass must be forward or backward, got {direction!r}")
-    return str(key["impl"]), cast("Direction", direction), problem
-
-
 def _shapes(profile: Profile, machine: Machine) -> list[Shape]:
     if profile == "smoke":
         return [(1, n, 1_536) for n in (8_192, 1_024)] if machine.has_gpu else [(1, n, 256) for n in (1_024, 256)]
@@ -202,57 +165,6 @@ def _case(impl: str, direction: str, dtype: str, shape: Shape, profile: Profile,
         seconds = 0.15 + elements * 4e-7
     values = (impl, "per_sample", direction, dtype, batch, tokens, dim)
     return Case(dict(zip(PARAMETERS, values, strict=True)), seconds)
-
-
-def _measure(
-    impl: str, direction: Direction, problem: Problem, device: torch.device, seconds: float, seed: str
-) -> list[Measurement]:
-    from repro.measure import stream
-    from repro.measure.norm_modulate import READS
-
-    times = _cached(impl, direction, problem, device, seconds)
-    traffic = stream.Traffic(times.device, problem.traffic(direction))
-    best = stream.best(problem.dtype, READS[direction], device)
-    ceiling = _percent_of(best, traffic, seed)
-    rows = [
-        measured("time", "us", median_interval(times.device.samples_us, seed), times.device.samples_us),
-        measured("time_called", "us", median_interval(times.called.samples_us, seed), times.called.samples_us),
-        measured("bandwidth", "GB/s", median_interval(traffic.us_per_gb, seed).map(lambda us: 1e6 / us)),
-        measured("ceiling", "%", ceiling),
-    ]
-    if impl == "stream":
-        return rows
-    same = _cached("stream", direction, problem, device, seconds)
-    same_size = _percent_of(stream.Traffic(same.device, traffic.bytes), traffic, seed)
-    if device.type == "cuda" and min(ceiling.low, same_size.low) > 100:
-        raise HarnessError(
-            f"{impl} {direction} over {problem} reads {ceiling.value:.1f}% [{ceiling.low:.1f}, {ceiling.high:.1f}] of "
-            f"the fastest large stream and {same_size.value:.1f}% of one of its size: it cannot have moved all its "
-            "bytes through memory while it was timed"
-        )
-    rows.append(measured("ceiling_same_size", "%", same_size))
-    if impl != "eager":
-        eager = _cached("eager", direction, problem, device, seconds)
-        rows.append(measured("speedup", "x", ratio_interval(eager.device.samples_us, times.device.samples_us, seed)))
-    return rows
-
-
-def _percent_of(stream: Traffic, own: Traffic, seed: str) -> Interval:
-    """Bandwidth of a call in % of a stream's."""
-    return ratio_interval(stream.us_per_gb, own.us_per_gb, seed).map(lambda ratio: 100 * ratio)
-
-
-def _cached(impl: str, direction: Direction, problem: Problem, device: torch.device, seconds: float) -> Times:
-    """Times of this process, measured where they are not there yet (a resumed run); kept for what others refer to."""
-    from repro.measure import norm_modulate
-
-    key = (impl, direction, problem, device)
-    if key not in _times:
-        times = norm_modulate.measure(impl, direction, problem, device, seconds)
-        if impl not in ("stream", "eager"):
-            return times
-        _times[key] = times
-    return _times[key]
 
 
 def _select(rows: pd.DataFrame, **values: object) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from repro.adaln import build  # noqa: E402 - these import torch
-from repro.measure import benchmarking, norm_modulate, timing  # noqa: E402
+from repro.measure import benchmarking, kernel_rows, norm_modulate, timing  # noqa: E402
 from repro.measure.machine import read_machine  # noqa: E402
 from repro.suite import Case  # noqa: E402
 from suites import kernel_speed  # noqa: E402
@@ -30,7 +30,7 @@ def _name(case: Case) -> str:
 def test_kernel(benchmark: Any, case: Case, request: pytest.FixtureRequest) -> None:
     """Right before and after the rounds, on new inputs after; device time on a GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    impl, direction, problem = kernel_speed.parse(case)
+    impl, direction, problem = kernel_rows.parse(case)
     if impl in norm_modulate.OWN and device.type == "cuda" and not build.ensure_loaded():
         pytest.skip(f"the CUDA kernels are not there: {build.failure()}")
     benchmark.group = "-".join(str(case.key[p]) for p in ("pass", "dtype", "tokens", "dim"))

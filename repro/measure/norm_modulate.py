@@ -1,121 +1,68 @@
 """LayerNorm-modulate implementations, and the streams beside them, as subjects to be checked and timed.
 
-Legend: B samples, N rows (tokens) of a sample, D features. Modulation has the dtype of x and arrives as it does in
-Wan's blocks: strided [B, 1, D] views of a [B, 6, D] table.
+`stream` is the plain streaming kernel with the same mix of reads and writes; `eager`, `wan`: formulas of
+`repro.adaln.reference`; `compile`: eager through Inductor with static shapes; `fused`, `dtile`: the op of
+`repro.adaln`; `cudnn`, `liger`, `quack`: see `repro.measure.peers`; `unfused`, of the gated form only: the gated
+residual in a kernel of its own, then the fused norm.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from repro.adaln import get_impl, ops, reference
-from repro.measure import stream, timing
+from repro import adaln
+from repro.adaln import get_impl, reference
+from repro.measure import peers, stream, timing
+from repro.measure.norm_problem import EPS, FORMS, Direction, FormName, Inputs, Problem, as_tuple, random_inputs
 from repro.measure.verify import Subject, verified_time
 
-Direction = Literal["forward", "backward"]
+__all__ = ["EPS", "FORMS", "OWN", "Direction", "FormName", "Problem", "Times", "called", "measure", "subjects"]
 
-EPS = 1e-6
-OUTPUTS: dict[Direction, tuple[str, ...]] = {"forward": ("y",), "backward": ("dx", "dshift", "dscale")}
-TENSORS: dict[Direction, int] = {"forward": 2, "backward": 3}
-"""Tensors of x's size that have to move: x and y; dy, x and dx."""
+OWN = ("fused", "dtile", "unfused")
+"""Implementations that need the compiled kernels on a GPU."""
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Largest relative error of a row that passes as right. The textbook chain, which rounds at each step, shows up to 6e-3
-in bfloat16 and 2e-7 in float32; one element of typical size missing from a row of 5,120 is 1.4e-2."""
-
-READS: dict[Direction, int] = {"forward": 1, "backward": 2}
-"""Reads to one write."""
-
-OWN = ("fused", "dtile")
-"""Implementations whose backward is an operator of its own."""
-
-_REFERENCE_CHUNK = 1 << 25
-"""Elements of x that are differentiated in float64 at a time."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Shape and dtype of x [batch, tokens, dim]."""
-
-    batch: int
-    tokens: int
-    dim: int
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape of x."""
-        return self.batch, self.tokens, self.dim
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of x."""
-        return self.batch * self.tokens * self.dim * self.dtype.itemsize
-
-    def traffic(self, direction: Direction) -> int:
-        """Bytes that have to move: each tensor of x's size read or written once; the rest is negligible."""
-        return TENSORS[direction] * self.x_bytes
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """x and dy [B, N, D]; shift and scale [B, 1, D], leaves that require gradients like x."""
-
-    x: Tensor
-    shift: Tensor
-    scale: Tensor
-    dy: Tensor
-
-
-def random_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
-    """Unit-scale normal x and dy, modulation of spread 0.5."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=problem.dtype, device=device, generator=generator)
-
-    shift, scale = (0.5 * normal(problem.batch, 6, problem.dim)).chunk(6, dim=1)[:2]
-    return Inputs(
-        normal(*problem.shape).requires_grad_(),
-        shift.detach().requires_grad_(),
-        scale.detach().requires_grad_(),
-        normal(*problem.shape),
-    )
+Implementation = Callable[..., Tensor | tuple[Tensor, ...]]
+"""(inputs of the form, eps) -> its outputs."""
 
 
 def subjects(impl: str, direction: Direction, problem: Problem, device: torch.device) -> list[Subject]:
     """One subject an input set, as many sets as a cold cache needs; what is timed is the device's work alone.
 
-    Forward: the call with gradients enabled, as in training. Backward: gradients of x, shift and scale, the forward
-    having been run outside; the operator itself for `fused` and `dtile`, autograd's backward for the others.
-    `stream` is the plain streaming kernel over tensors of x's size. Call it inside `timing.work_stream(device)`.
+    Forward: the call with gradients enabled, as in training. Backward: autograd's, of all inputs, the forward having
+    been run outside. Of the peers both are their kernels themselves. Call it inside `timing.work_stream(device)`.
+
+    Raises peers.PeerUnavailable.
     """
-    sets = timing.set_count(problem.traffic(direction), device)
     if impl == "stream":
-        reads = READS[direction]
-        return [stream.subject(problem.shape, problem.dtype, reads, device, seed) for seed in range(sets)]
-    make = _forward if direction == "forward" else _backward
+        mix = FORMS[problem.form].mix(direction)
+        # Tensors of one dtype that hold as many bytes; of x's shape, unless y's dtype is another than x's.
+        dim = problem.traffic(direction) // (mix.tensors * problem.batch * problem.tokens * problem.dtype.itemsize)
+        return stream.subjects((problem.batch, problem.tokens, dim), problem.dtype, mix, device)
+    sets = [random_inputs(problem, device, seed) for seed in range(_sets(direction, problem, device))]
+    if impl in peers.NAMES:
+        peer = _peer(impl, problem)
+        return [(_peer_forward if direction == "forward" else _peer_backward)(peer, inputs) for inputs in sets]
     f = implementation(impl, problem)
-    return [make(impl, f, random_inputs(problem, device, seed)) for seed in range(sets)]
+    return [(_forward if direction == "forward" else _backward)(f, inputs) for inputs in sets]
 
 
 def called(impl: str, direction: Direction, problem: Problem, device: torch.device) -> list[Callable[[], object]]:
     """What a user calls from Python, one callable an input set: the forward, or autograd's backward of it."""
     if impl == "stream":
         return [s.call for s in subjects(impl, direction, problem, device)]
-    sets = timing.set_count(problem.traffic(direction), device)
-    f = implementation(impl, problem)
-    inputs = [random_inputs(problem, device, seed) for seed in range(sets)]
+    sets = [random_inputs(problem, device, seed) for seed in range(_sets(direction, problem, device))]
+    calls = [_call(impl, inputs) for inputs in sets]
     if direction == "forward":
-        return [functools.partial(f, i.x, i.shift, i.scale, EPS) for i in inputs]
-    return [_autograd(f, i) for i in inputs]
+        return [call for call, _ in calls]
+    return [_autograd(as_tuple(call()), wanted, i) for (call, wanted), i in zip(calls, sets, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -129,7 +76,7 @@ class Times:
 def measure(impl: str, direction: Direction, problem: Problem, device: torch.device, seconds: float) -> Times:
     """Check and time one implementation, about `seconds` for each of the two times.
 
-    Raises verify.WrongResultError where its results are wrong.
+    Raises verify.WrongResultError where its results are wrong, peers.PeerUnavailable.
     """
     with timing.work_stream(device), retained_graphs():
         on_device = verified_time(subjects(impl, direction, problem, device), device, seconds)
@@ -139,16 +86,27 @@ def measure(impl: str, direction: Direction, problem: Problem, device: torch.dev
     return Times(on_device, from_python)
 
 
-def implementation(impl: str, problem: Problem) -> Callable[..., Tensor]:
+def implementation(impl: str, problem: Problem) -> Implementation:
     """The implementation of that name. `compile` gets a compilation of its own for each problem, kept for the next
     call with the same problem only: static shapes are its best case.
     """
-    return _compiled(problem) if impl == "compile" else get_impl(impl)
+    f: Implementation
+    if impl == "compile":
+        f = _compiled(problem)
+    elif problem.form != "gated":
+        f = get_impl(impl)
+    elif impl == "unfused":
+        f = _unfused(problem)
+    else:
+        f = _GATED[impl]()
+    return f if problem.out is None else functools.partial(f, out_dtype=problem.out)
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled(problem: Problem) -> Callable[..., Tensor]:
-    return get_impl("compile")
+_GATED: dict[str, Callable[[], Implementation]] = {
+    "eager": lambda: reference.gated_eager,
+    "wan": lambda: reference.gated_wan,
+    "fused": lambda: adaln.gated_residual_layer_norm_modulate,
+}
 
 
 @contextlib.contextmanager
@@ -160,83 +118,119 @@ def retained_graphs() -> Iterator[None]:
         yield
 
 
-def _forward(impl: str, f: Callable[..., Tensor], inputs: Inputs) -> Subject:
-    x, shift, scale = inputs.x, inputs.shift, inputs.scale
+@functools.lru_cache(maxsize=1)
+def _compiled(problem: Problem) -> Implementation:
+    if problem.form != "gated":
+        return get_impl("compile")
+    compiled = _compile_afresh(reference.gated_eager)
 
-    def refill(seed: int) -> None:
-        generator = torch.Generator(x.device).manual_seed(seed)
-        with torch.no_grad():
-            x.normal_(generator=generator)
-            shift.normal_(0, 0.5, generator=generator)
-            scale.normal_(0, 0.5, generator=generator)
+    def call(
+        x: Tensor, branch: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, *options: Any, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        # As in `adaln.get_impl`: Inductor's gradient of a [1, 1, D] modulation has the wrong shape.
+        return compiled(x, branch, gate.squeeze(1), shift.squeeze(1), scale.squeeze(1), *options, **more)
 
+    return call
+
+
+@functools.lru_cache(maxsize=1)
+def _unfused(problem: Problem) -> Implementation:
+    """The gated residual as Inductor makes it (on a CPU as it stands), then the fused norm."""
+    gated_residual = _compile_afresh(_gated_residual) if torch.cuda.is_available() else _gated_residual
+
+    def call(
+        x: Tensor, branch: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, *options: Any, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        h = gated_residual(x, branch, gate.squeeze(1))
+        return h, adaln.layer_norm_modulate(h, shift, scale, *options, **more)
+
+    return call
+
+
+def _gated_residual(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+    return (x.float() + branch.float() * gate.float().unsqueeze(1)).to(x.dtype)
+
+
+def _compile_afresh(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f through Inductor with static shapes, from a code object of its own: Dynamo counts recompilations by those."""
+    own = types.FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__)
+    return torch.compile(own, fullgraph=True, dynamic=False)
+
+
+def _sets(direction: Direction, problem: Problem, device: torch.device) -> int:
+    return timing.set_count(problem.traffic(direction), device)
+
+
+def _forward(f: Implementation, inputs: Inputs) -> Subject:
     return Subject(
-        call=lambda: (f(x, shift, scale, EPS),),
-        inputs={"x": x, "shift": shift, "scale": scale},
-        outputs=OUTPUTS["forward"],
-        reference=lambda: (reference_forward(x, shift, scale),),
-        refill=refill,
-        tolerance=TOLERANCE[x.dtype],
+        call=lambda: as_tuple(f(*inputs.arguments, EPS)),
+        inputs=inputs.tensors,
+        outputs=FORMS[inputs.problem.form].results("forward"),
+        reference=inputs.reference,
+        refill=inputs.refill,
+        tolerance=inputs.problem.tolerance,
     )
 
 
-def _backward(impl: str, f: Callable[..., Tensor], inputs: Inputs) -> Subject:
-    x, shift, scale, dy = inputs.x, inputs.shift, inputs.scale, inputs.dy
-    read = {"dy": dy, "x": x, "scale": scale}
-    if impl in OWN:
-        with torch.no_grad():
-            _, mean, rstd = ops.forward_op(x, shift, scale, EPS, None, impl)
-        read |= {"mean": mean, "rstd": rstd}
-        x_data, scale_data = x.detach(), scale.detach()
+def _backward(f: Implementation, inputs: Inputs) -> Subject:
+    return _backward_subject(_autograd(as_tuple(f(*inputs.arguments, EPS)), inputs.wanted, inputs), inputs)
 
-        def call() -> tuple[Tensor, ...]:
-            return ops.backward_op(dy, x_data, scale_data, mean, rstd, shift.dtype, impl)
-    else:
-        call = _autograd(f, inputs)
 
-    def refill(seed: int) -> None:
-        # dy alone: the rest went into what the forward saved.
-        dy.normal_(generator=torch.Generator(dy.device).manual_seed(seed))
-
+def _backward_subject(call: Callable[[], tuple[Tensor, ...]], inputs: Inputs) -> Subject:
     return Subject(
         call=call,
-        inputs=read,
-        outputs=OUTPUTS["backward"],
-        reference=lambda: reference_backward(dy, x, shift, scale),
-        refill=refill,
-        tolerance=TOLERANCE[x.dtype],
+        inputs=inputs.tensors | {f"d{name}": tensor for name, tensor in inputs.gradients.items()},
+        outputs=FORMS[inputs.problem.form].results("backward"),
+        reference=inputs.reference_gradients,
+        refill=inputs.refill_gradients,  # these alone: the rest went into what the forward saved
+        tolerance=inputs.problem.tolerance,
     )
 
 
-def _autograd(f: Callable[..., Tensor], inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    y = f(inputs.x, inputs.shift, inputs.scale, EPS)
-    wanted = (inputs.x, inputs.shift, inputs.scale)
-    return lambda: torch.autograd.grad(y, wanted, inputs.dy, retain_graph=True)
+def _autograd(
+    outputs: tuple[Tensor, ...], wanted: tuple[Tensor, ...], inputs: Inputs
+) -> Callable[[], tuple[Tensor, ...]]:
+    gradients = tuple(inputs.gradients.values())
+    return lambda: torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
 
 
-def reference_forward(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """y in float64, [B, N, D]."""
-    y = torch.empty(x.shape, dtype=torch.float64, device=x.device)
-    with torch.no_grad():
-        for rows in _chunks(x):
-            y[:, rows] = reference.reference64(x[:, rows], shift, scale, EPS)
-    return y
+@functools.lru_cache(maxsize=1)
+def _peer(impl: str, problem: Problem) -> peers.Peer:
+    return peers.load(impl, problem)
 
 
-def reference_backward(dy: Tensor, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [B, N, D], dshift and dscale (shapes of shift and scale) in float64, by autograd through the reference."""
-    dx = torch.empty(x.shape, dtype=torch.float64, device=x.device)
-    shift64, scale64 = shift.detach().double().requires_grad_(), scale.detach().double().requires_grad_()
-    dshift, dscale = torch.zeros_like(shift64), torch.zeros_like(scale64)
-    for rows in _chunks(x):
-        x64 = x[:, rows].detach().double().requires_grad_()
-        y64 = reference.reference64(x64, shift64, scale64, EPS)
-        dx[:, rows], dh, ds = torch.autograd.grad(y64, (x64, shift64, scale64), dy[:, rows].double())
-        dshift += dh
-        dscale += ds
-    return dx, dshift.detach(), dscale.detach()
+def _peer_forward(peer: peers.Peer, inputs: Inputs) -> Subject:
+    x, shift, scale = (t.detach() for t in inputs.arguments)
+    weight, bias = peers.affine(shift, scale)
+
+    def refill(seed: int) -> None:
+        inputs.refill(seed)
+        for old, new in zip((weight, bias), peers.affine(shift, scale), strict=True):
+            old.copy_(new)
+
+    return Subject(
+        call=lambda: peer.forward(x, weight, bias)[:1],
+        inputs={"x": x, "weight": weight, "bias": bias},
+        outputs=("y",),
+        reference=inputs.reference,
+        refill=refill,
+        tolerance=inputs.problem.tolerance,
+    )
 
 
-def _chunks(x: Tensor) -> Iterator[slice]:
-    step = max(1, _REFERENCE_CHUNK // (x.shape[0] * x.shape[2]))
-    return (slice(n, n + step) for n in range(0, x.shape[1], step))
+def _peer_backward(peer: peers.Peer, inputs: Inputs) -> Subject:
+    x, shift, scale = (t.detach() for t in inputs.arguments)
+    weight, bias = peers.affine(shift, scale)
+    _, mean, rstd = peer.forward(x, weight, bias)
+    dy = inputs.gradients["y"]
+    return _backward_subject(lambda: peer.backward(dy, x, weight, bias, mean, rstd), inputs)
+
+
+def _call(impl: str, inputs: Inputs) -> tuple[Callable[[], Tensor | tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """A differentiable call from Python, and the tensors that gradients are wanted of."""
+    if impl not in peers.NAMES:
+        return functools.partial(implementation(impl, inputs.problem), *inputs.arguments, EPS), inputs.wanted
+    x, shift, scale = inputs.arguments
+    weight, bias = (t.requires_grad_() for t in peers.affine(shift, scale))
+    wanted = (x, weight, bias)
+    return functools.partial(peers.PeerNorm.apply, *wanted, _peer(impl, inputs.problem)), wanted

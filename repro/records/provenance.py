@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = {"repro": ("*.py",), "suites": ("*.py",), "csrc": ("*.cu", "*.cuh", "*.h", "*.cpp")}
-_PACKAGES = ("torch", "triton", "numpy", "pandas", "scipy", "nvidia-ml-py")
+_PACKAGES = (
+    *("torch", "triton", "numpy", "pandas", "scipy", "nvidia-ml-py"),
+    *("nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "diffusers"),
+)
 
 
 def collect(command: Sequence[str], seed: int | None, machine: Machine) -> dict[str, Any]:
