@@ -3,13 +3,15 @@
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --steps 1000 --out runs/first
     python -m repro.train --model tiny --corpus tiny --m-mem 256 --steps 20 --out runs/tiny     # one process, any CPU
 
-The same command goes on where an interrupted run stopped. Exit codes of a rank: 0 done, 1 a loss was not finite, 2
-nothing to train with (one line says why; --debug shows the traceback), 130 interrupted.
+The same command goes on where an interrupted run stopped; SIGTERM or SIGUSR1 stops it after the step under way, saved.
+Exit codes of a rank: 0 done or stopped so, 1 a loss was not finite, 2 nothing to train with (one line says why; --debug
+shows the traceback), 130 interrupted.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -23,14 +25,15 @@ from repro.wan.batching import MODES
 from repro.wan.config import WanConfig
 from repro.wan.engine import NonFiniteLoss, OnNonFinite, OptimizerSettings
 from repro.wan.objective import Draw, FlowMatching
-from repro.wan.parallel import Checkpointing, Compute, Parallelism, join, leave
+from repro.wan.parallel import Checkpointing, Compute, Parallelism, Stranded, join, leave
 from repro.wan.run import Batching, Run, prepare
 from repro.wan.samples import SampleSource
 from repro.wan.shards import ShardedSamples
 from repro.wan.synthetic import SyntheticSamples
-from repro.wan.trainer import Length
+from repro.wan.trainer import Length, StopSignals
 
 ROOT = Path(__file__).resolve().parents[1]
+GOES_ON = "the same command goes on"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -74,7 +77,7 @@ def main(
     shift: Annotated[float, typer.Option(help="of noise levels towards noise")] = 3.0,
     seed: Annotated[int, typer.Option(help="of weights, order, noise")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps of the whole run")] = 1000,
-    save_every: Annotated[int, typer.Option(min=1, help="steps")] = 500,
+    save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0 for none")] = 500,
     keep: Annotated[int, typer.Option(min=1, help="checkpoints")] = 2,
     out: Annotated[Path, typer.Option(help="folder of the run: checkpoints, steps.csv")] = Path("runs/wan"),
     log_every: Annotated[int, typer.Option(min=1, help="steps between lines without a terminal")] = 10,
@@ -133,10 +136,17 @@ def main(
         trainer, log = prepare(run, join(device))
         running = True
         try:
-            trainer.run(log)
+            with StopSignals() as signals:
+                stopped = trainer.run(log, lambda: signals.asked is not None)
         finally:
             if log is not None:
                 log.close()
+        if stopped and log is not None:
+            how = "saved" if save_every else "not saved"
+            log.say([f"stopped by {signals.asked or 'another rank'} after {trainer.step} steps, {how}; {GOES_ON}"])
+    except Stranded as error:
+        _tell(error, debug, every_rank=True)
+        running, code = True, 2
     except NonFiniteLoss as error:  # on all ranks alike
         _tell(error, debug, every_rank=False)
         running, code = False, 1
@@ -145,8 +155,12 @@ def main(
         code = 2
     except KeyboardInterrupt:
         code = 130
-    if not (running and code):  # else others may be waiting for this rank, and it must not wait for them
+    if not (running and code):
         leave()
+    elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # Others may be waiting for this rank: neither it nor what it runs at exit may wait for them.
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
     if code:
         raise typer.Exit(code)
 

@@ -94,7 +94,7 @@ class RankStep:
 class StepResult:
     """loss: weighted mean over the step's samples. grad_norm: before clipping. skipped: no update was made.
 
-    seconds: of the slowest rank. ranks: what each did.
+    seconds: of the slowest rank. ranks: what each did. stop: some rank was asked to stop after this step.
     """
 
     loss: float
@@ -102,6 +102,7 @@ class StepResult:
     lr: float
     skipped: bool
     ranks: tuple[RankStep, ...]
+    stop: bool = False
 
     @property
     def seconds(self) -> float:
@@ -170,9 +171,17 @@ class Engine:
             found.append(losses_B.detach())
         return found
 
-    def step(self, step: int, micro_batches: Sequence[MicroBatch], tokens: Sequence[int], epoch: int = 0) -> StepResult:
+    def step(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        tokens: Sequence[int],
+        epoch: int = 0,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> StepResult:
         """Optimizer step number `step`; `tokens` [M] are those of one sample of each micro-batch.
 
+        stop: asked once gradients are there; every rank learns the others' answers.
         Raises NonFiniteLoss on every rank, before anything is updated, unless such steps are skipped.
         """
         cuda = self.world.device.type == "cuda"
@@ -193,6 +202,7 @@ class Engine:
             waited,
             float(torch.cuda.max_memory_allocated() if cuda else -1),
             float(len(bad)),
+            float(stop()),
         ]
         everyone = self._gather(mine)
         loss = sum(row[0] for row in everyone)
@@ -206,7 +216,7 @@ class Engine:
             self.optimizer.step()
         self.optimizer.zero_grad()
         ranks = tuple(RankStep(int(r[1]), int(r[2]), int(r[3]), r[4], r[5], int(r[6])) for r in everyone)
-        return StepResult(loss, norm, lr, skipped, ranks)
+        return StepResult(loss, norm, lr, skipped, ranks, any(row[8] for row in everyone))
 
     def _clip(self) -> float:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)

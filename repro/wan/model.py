@@ -105,6 +105,7 @@ class WanModel(nn.Module):
         text_BLD = self.text_embedding(text)
         complex_dtype = torch.complex128 if x_BSD.dtype == torch.float64 else torch.complex64
         rope_S1K = rope_table(grid, self.config.head_dim, x_BSD.device, complex_dtype)
+        x_BSD = x_BSD.clone()  # a linear's output is a view, which a compiler tells from what other blocks are given
         for block in self.blocks:
             x_BSD = block(x_BSD, time_B6D, text_BLD, rope_S1K)
         return unpatchify(self.head(x_BSD, time_BD), grid)

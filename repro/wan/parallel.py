@@ -154,7 +154,7 @@ def parallelize(model: nn.Module, settings: Parallelism, world: World, clock: Wa
             blocks[i] = block
         if settings.compile:
             # The forward alone, so that FSDP's hooks around it stay outside the compiled graph.
-            block.forward = torch.compile(block.forward, dynamic=True)
+            block.forward = torch.compile(block.forward, dynamic=True, fullgraph=True)
     clock.before_sharding(list(blocks))
     for block in blocks:
         shard(block, mp_policy=precision)

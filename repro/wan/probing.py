@@ -17,13 +17,13 @@ from repro.balance.models import MODELS
 from repro.balance.types import MicroBatch, Sync
 from repro.corpus.shapes import Corpus, Shape, Tokenizer
 from repro.measure import stack_time
-from repro.wan.calibrate import Sweep
 from repro.wan.config import WanConfig
 from repro.wan.engine import Engine, OptimizerSettings
 from repro.wan.objective import FlowMatching
 from repro.wan.parallel import Compute, Parallelism, World
 from repro.wan.run import make_engine
 from repro.wan.samples import FlowLosses
+from repro.wan.sweep import Sweep
 from repro.wan.synthetic import SyntheticSamples
 
 WARM_UP = 2

@@ -18,7 +18,7 @@ from repro.measure.machine import read_machine
 from repro.records import Store
 from repro.wan import batching, peaks
 from repro.wan.batching import BatchLimits, Costs
-from repro.wan.calibrate import Sweep, calibrate
+from repro.wan.calibrate import calibrate
 from repro.wan.checkpointing import Checkpoints
 from repro.wan.config import WanConfig
 from repro.wan.convert import load_diffusers
@@ -29,6 +29,7 @@ from repro.wan.model import WanModel
 from repro.wan.objective import FlowMatching
 from repro.wan.parallel import Parallelism, World, WorldError, agree
 from repro.wan.samples import FlowLosses, SampleSource
+from repro.wan.sweep import Sweep
 from repro.wan.trainer import Length, Trainer
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,15 +22,15 @@ from repro.wan.parallel import Checkpointing
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, in optimizer steps. save_every: between checkpoints; the last step is always saved."""
+    """How long a run is, in optimizer steps. save_every: between checkpoints; the last step is saved too. 0: none is."""
 
     steps: int
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        for name in ("steps", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("steps", 1), ("save_every", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
 class StepLog(Protocol):
@@ -38,6 +39,30 @@ class StepLog(Protocol):
     def step(self, logged: LoggedStep) -> None:
         """One more step is done."""
         ...
+
+
+class StopSignals:
+    """SIGTERM and SIGUSR1, with which schedulers announce the end: asked for inside `with`, they end a run in order.
+
+    asked: the first signal's name, None before. A second one acts as it would have.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _ask(self, number: int, _frame: object) -> None:
+        self.asked = signal.Signals(number).name
+        self.__exit__()
 
 
 class Trainer:
@@ -80,32 +105,38 @@ class Trainer:
         dealt = self.epochs.resume(about["sampler"], used)
         return [f"resumed from {path} after {self.step} steps", *changed, *dealt]
 
-    def run(self, log: StepLog | None) -> None:
-        """Train until `length.steps`; log: on the first rank.
+    def run(self, log: StepLog | None, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Train until `length.steps`, or until `stop` is true on some rank: then the step is finished and saved.
 
-        Raises NonFiniteLoss; a checkpoint that is being written is completed first, whatever ends the run.
+        log: on the first rank. Returns whether it was stopped. Raises NonFiniteLoss; a checkpoint that is being written
+        is completed first, whatever ends the run.
         """
         try:
-            self._loop(log)
+            stopped = self._loop(log, stop)
         except BaseException:
             with contextlib.suppress(Exception):  # what ended the run is what its user must read
                 self.checkpoints.wait()
             raise
         self.checkpoints.wait()
+        return stopped
 
-    def _loop(self, log: StepLog | None) -> None:
+    def _loop(self, log: StepLog | None, stop: Callable[[], bool]) -> bool:
         began = time.perf_counter()
         for dealt in itertools.islice(self.epochs, max(0, self.length.steps - self.step)):
             tokens = dealt.tokens[:, self.engine.world.rank].tolist()
             flops = step_flops(self.size, dealt, self.engine.parallelism.checkpointing)
-            result = self.engine.step(self.step, dealt.micro_batches, tokens, dealt.epoch)
+            result = self.engine.step(self.step, dealt.micro_batches, tokens, dealt.epoch, stop)
             now = time.perf_counter()
             if log is not None:
                 log.step(LoggedStep(self.step, dealt.epoch, now - began, flops, result))
             began = now
             self.step += 1
-            if self.step % self.length.save_every == 0 or self.step == self.length.steps:
+            every, last = self.length.save_every, result.stop or self.step == self.length.steps
+            if every and (last or self.step % every == 0):
                 self.save()
+            if result.stop:
+                return self.step < self.length.steps
+        return False
 
     def save(self) -> None:
         """Start to save the run as it stands."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.balance.fit import FOLDS
+from repro.balance.models import MODELS
 from repro.corpus import mixes
 from repro.corpus.shapes import Shape, Tokenizer
 from repro.wan import calibrate
 from repro.wan.batching import tiny_corpus
-from repro.wan.calibrate import Probe, Sweep, cases, find_m_mem, sweep_shapes
-from repro.wan.engine import Engine, OptimizerSettings
-from repro.wan.parallel import Parallelism, join, leave
-from tests.wan.gradient_ranks import wan
+from repro.wan.calibrate import cases, find_m_mem, sweep_shapes
+from repro.wan.parallel import leave
+from repro.wan.sweep import Probe, Sweep
+from tests.wan import ranks, sweep_ranks
 
 tokens = Tokenizer().tokens
 
@@ -82,34 +82,62 @@ def test_what_does_not_fit_at_all_is_said():
         find_m_mem(probe, shapes, None, lambda line: None)
 
 
+def test_a_rank_that_runs_out_of_memory_alone_ends_with_the_cause(tmp_path):
+    """Running out together is survived; alone it is not, but nobody waits for a collective that never comes."""
+    ranks.run(sweep_ranks.out_of_memory, 2, str(tmp_path))
+    assert "ran out of memory at 1x32x32 x 3, and 2 s later other ranks had not" in (tmp_path / "1").read_text()
+    assert (tmp_path / "0").exists()
+
+
+@given(
+    seconds=st.floats(0.0, 1e4), alone=st.floats(0.01, 30.0), m_mem=st.integers(46_800, 2_000_000), few=st.booleans()
+)
+@settings(derandomize=True, max_examples=60, deadline=None)
+def test_timed_batches_are_the_largest_that_the_time_allows(seconds, alone, m_mem, few):
+    size, shapes = MODELS["wan-1.3b"], sweep_shapes(mixes.named("wan-uniform", 500))[:: 2 if few else 1]
+    longest = tokens(shapes[-1])
+    rate = alone / size.forward_flops(1, longest)
+
+    def estimate(most):
+        passes = [size.forward_flops(b, tokens(s)) for s in shapes for b in (max(1, most // tokens(s)), 1)]
+        return 2 * rate * sum(map(float, passes))
+
+    most = calibrate.affordable(size, shapes, m_mem, alone, seconds)
+    assert longest <= most <= m_mem
+    assert most == longest or estimate(most) <= seconds * (1 + 1e-9)
+    assert most == m_mem or estimate(min(m_mem, 2 * most + 1)) > seconds * (1 - 1e-9)
+
+
+def test_memory_alone_takes_one_pass_and_is_measured_again_for_time(tmp_path):
+    memory = sweep_ranks.Memory()
+    try:
+        sweep = Sweep(memory.make, memory.world, tmp_path / "calibration.csv", "test")
+        untimed = sweep.probe(Shape(1, 32, 32), 2, timed=False)
+        assert untimed.fits and math.isnan(untimed.seconds) and untimed.passes == ()
+        timed = sweep.probe(Shape(1, 32, 32), 2)
+        assert timed.seconds > 0 and len(timed.passes) == 3
+        assert sweep.probe(Shape(1, 32, 32), 2).seconds == timed.seconds and len(sweep.recorded()) == 2
+    finally:
+        leave()
+
+
 def test_running_out_of_memory_is_recorded_and_survived(tmp_path, monkeypatch):
     """Memory runs out in the middle of a backward pass; the engine made anew computes as the first did."""
-    world, subject = join("cpu"), wan()
-    small, large = Shape(1, 32, 32), Shape(5, 32, 48)
-    failing = False
-
-    def fail(gradient):
-        if failing:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def make():
-        model = subject.make(torch.float32)
-        model.patch_embedding.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
-        return Engine(model, subject.losses, Parallelism(compute="master"), OptimizerSettings(), world)
-
+    memory, path = sweep_ranks.Memory(), tmp_path / "calibration.csv"
+    small, large = sweep_ranks.SMALL, sweep_ranks.LARGE
     try:
-        sweep = Sweep(make, world, tmp_path / "calibration.csv", "test")
+        sweep = Sweep(memory.make, memory.world, path, "test")
         assert sweep.probe(small, 2).fits
-        failing = True
+        memory.short = True
         failed = sweep.probe(large, 3)
         assert not failed.fits and math.isnan(failed.seconds)
-        failing = False
+        memory.short = False
         assert sweep.probe(large, 2).fits
-        recalled = Sweep(make, world, tmp_path / "calibration.csv", "test")
+        recalled = Sweep(memory.make, memory.world, path, "test")
         monkeypatch.setattr(recalled, "_measure", None)
         assert not recalled.probe(large, 3).fits and recalled.probe(large, 2) == sweep.probe(large, 2)
         assert recalled.ended is None
         sweep.end(512)
-        assert Sweep(make, world, tmp_path / "calibration.csv", "test").ended == 512
+        assert Sweep(memory.make, memory.world, path, "test").ended == 512
     finally:
         leave()

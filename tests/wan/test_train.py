@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -167,3 +169,27 @@ def test_two_nodes_meet_at_one_rendezvous(tmp_path):
     assert [(r["step"], r["rank"]) for r in logged] == [(str(s), str(k)) for s in range(3) for k in range(2)]
     assert len({(r["step"], r["loss"]) for r in logged}) == 3, "a loss is the step's, not the rank's"
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000003\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_scheduler_s_signal_ends_a_run_in_order(tmp_path, name):
+    """Sent to one of two ranks, in the middle of a step: both finish it, save, and exit 0; the same command goes on."""
+    options = ("--steps", "100000", "--save-every", "100000", "--log-every", "1", "--lr", "1e-6")
+    agent = torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", options=options)
+    while not (line := agent.stdout.readline()).startswith("step 2 "):
+        assert line, "ended early"
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.Signals[name])
+    output = agent.communicate(timeout=100)[0]
+    assert agent.returncode == 0, output
+    assert re.search(rf"stopped by ({name}|another rank) after (\d+) steps, saved; the same command goes on", output)
+    steps = int(re.search(r"after (\d+) steps", output)[1])
+    assert rows(tmp_path)[-1]["step"] == str(steps - 1)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{steps:08d}\n"
+    again = run(tmp_path, "--steps", str(steps + 1), "--lr", "1e-6")
+    assert again.exit_code == 0 and f"after {steps} steps" in again.output, again.output
+
+
+def test_a_run_may_leave_no_checkpoint(tmp_path):
+    assert run(tmp_path, "--steps", "2", "--save-every", "0").exit_code == 0
+    assert len(rows(tmp_path)) == 2 and not list((tmp_path / "checkpoints").iterdir())
