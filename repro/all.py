@@ -76,13 +76,13 @@ def main(
     chosen, rest, unjudged = verdicts.judge_all(store, suites)
     verdicts.write(chosen, rest, results)
     rows = verdicts.read(results)
-    draw.draw_claims(rows, folder)
+    drawn += draw.draw_claims(rows, folder, [v.row() for v in rest])
     tables.update_readme(results.parent / "README.md", rows)
 
     report = html.write(folder, store, suites, drawn, chosen, rest)
 
     console.print(tables.terminal(rows, console.width))
-    console.print(f"{len(drawn) + 1} figures in {folder}, verdicts in {results / 'claims.csv'}", highlight=False)
+    console.print(f"{len(drawn)} figures in {folder}, verdicts in {results / 'claims.csv'}", highlight=False)
     console.print(f"Report: {report}", highlight=False, soft_wrap=True)
     _end([*errors, *undrawn, *unjudged])
 

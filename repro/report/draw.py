@@ -48,16 +48,19 @@ def draw_all(store: Store, suites: Mapping[str, Suite], folder: Path) -> tuple[l
     return drawn, errors
 
 
-def draw_claims(rows: Sequence[tables.Row], folder: Path, others: Sequence[tables.Row] = ()) -> None:
-    """Write the overview of the claims: claims.svg, .png and .md, and claims-devices where several were judged on.
+def draw_claims(rows: Sequence[tables.Row], folder: Path, others: Sequence[tables.Row] = ()) -> list[Figure]:
+    """Write and return the overview of the claims: claims, and claims-devices where several were judged on.
 
-    rows: of results/claims.csv. others: of claims_by_device.csv.
+    Beside them claims.md. rows: of results/claims.csv. others: of claims_by_device.csv.
     """
     with style.context():
-        save(overview.draw(rows), folder, "claims")
+        drawn = [Figure("claims", overview.draw(rows), "Every claim of the paper: its value, ours, the verdict.")]
         if (figure := overview.draw_devices([*rows, *others])) is not None:
-            save(figure, folder, "claims-devices")
+            drawn.append(Figure("claims-devices", figure, "The claims that were judged on several devices."))
+        for overall in drawn:
+            save(overall.figure, folder, overall.name)
     files.replace(folder / "claims.md", ("# The paper's claims\n\n" + tables.markdown(rows, notes=True)).encode())
+    return drawn
 
 
 def save(figure: matplotlib.figure.Figure, folder: Path, name: str) -> None:

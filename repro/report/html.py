@@ -70,7 +70,8 @@ def write(
 ) -> Path:
     """Write folder/report.html, or leave it alone where it would not change; its path.
 
-    figures: already saved in `folder`. chosen, rest: as from `repro.verdicts.judge_all`.
+    figures: already saved in `folder`; `claims` is left out, since the table says the same. chosen, rest: as from
+    `repro.verdicts.judge_all`.
     """
     path = folder / NAME
     content = render(folder, store, suites, figures, chosen, rest).encode()
@@ -94,9 +95,10 @@ def render(
     devices = store.devices()
     runs = html_runs.views(store, {d: _ids(rows[rows["device"] == d]) for d in devices})
     leading = {c.row["device"] for c in deciding}
-    pictures = html_images.embed(figures, folder, devices, leading)
+    pictures = html_images.embed([f for f in figures if f.name != "claims"], folder, devices, leading)
     maps = [p for p in pictures if p.name.startswith("sensitivity")]
-    shown = _by_claim([p for p in pictures if p not in maps], deciding)
+    overview = [p for p in pictures if p.name == "claims-devices"]
+    shown = _by_claim([p for p in pictures if p not in maps and p not in overview], deciding)
     return _template().render(
         claims=claims,
         groups=_groups(deciding),
@@ -107,7 +109,9 @@ def render(
         pictures=shown,
         seen={c.claim.id: _elsewhere(c.claim.id, pictures, shown) for c in deciding},
         leading=leading,
+        front=["", *sorted(leading)],
         maps=maps,
+        overview=overview,
         explorer=explorer.payload(rows),
         suites=[_suite(name, suite, rows, runs) for name, suite in suites.items()],
         runs=list(runs.values()),
