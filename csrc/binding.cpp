@@ -1,53 +1,83 @@
-// The one file that knows PyTorch: registers the CUDA kernels for the operators whose schema repro/adaln/ops.py
-// defines. Arguments were checked there; here only what the kernels themselves cannot take is refused.
+// Where the kernels meet PyTorch: CUDA implementations of the operators whose schemas repro/adaln/ops.py defines.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
 
 #include "adaln.h"
+#include "shape.h"
 
 namespace {
 
 using at::ScalarType;
-using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using at::Tensor;
+using Maybe = std::optional<Tensor>;
+using adaln::Shape;
 
 adaln::DType dtype_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return adaln::DType::f32;
-    case ScalarType::Half:
-      return adaln::DType::f16;
-    case ScalarType::BFloat16:
-      return adaln::DType::bf16;
-    default:
-      TORCH_CHECK_TYPE(false, "layer_norm_modulate on CUDA takes float32, float16 and bfloat16, got ", type);
-  }
+  TORCH_CHECK_TYPE(adaln::supported(type), "the kernels take float32, float16 and bfloat16, got ", type);
+  return type == ScalarType::Float  ? adaln::DType::f32
+         : type == ScalarType::Half ? adaln::DType::f16
+                                    : adaln::DType::bf16;
 }
 
-// x as the kernels need it: features side by side. Rows and samples may lie anywhere, so most views need no copy.
-at::Tensor with_dense_rows(const at::Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1 ? x : x.contiguous(); }
-
-adaln::Problem problem_of(const at::Tensor& x) {
-  const int64_t dim = x.size(-1);
-  TORCH_CHECK_VALUE(dim <= (int64_t{1} << 24), "layer_norm_modulate on CUDA takes up to 2^24 features, got ", dim);
-  return {x.dim() == 3 ? x.size(0) : 1, x.size(-2), static_cast<int>(dim), c10::cuda::getCurrentCUDAStream()};
+// What the kernels would read out of bounds. Arguments from Python were refused before, in more words.
+Shape checked_shape(const Tensor& x, const Tensor& scale, std::initializer_list<const Tensor*> like_x,
+                    std::initializer_list<const Tensor*> like_scale) {
+  const std::optional<Shape> shape = adaln::shape_of(x, scale);
+  TORCH_CHECK_VALUE(shape, "modulation ", scale.sizes(), " does not fit x ", x.sizes());
+  TORCH_CHECK_VALUE(shape->dim <= (int64_t{1} << 24), "the kernels take up to 2^24 features, got ", shape->dim);
+  const auto check = [](const Tensor& tensor, const Tensor& other) {
+    TORCH_CHECK_VALUE(tensor.sizes() == other.sizes() && tensor.device() == other.device(), "sizes ", tensor.sizes(),
+                      " on ", tensor.device(), " must be ", other.sizes(), " on ", other.device());
+  };
+  for (const Tensor* tensor : like_x) check(*tensor, x);
+  for (const Tensor* tensor : like_scale) check(*tensor, scale);
+  TORCH_CHECK_VALUE(scale.device() == x.device(), "modulation must be on ", x.device(), ", got ", scale.device());
+  return *shape;
 }
 
-adaln::Tensor tensor_of(const at::Tensor& t) {
-  return {t.data_ptr(), dtype_of(t.scalar_type()), t.dim() == 3 ? t.stride(0) : 0, t.stride(-2)};
+adaln::Problem problem_of(const Shape& shape) {
+  return {shape.batch, shape.rows, static_cast<int>(shape.dim), shape.per_token, c10::cuda::getCurrentCUDAStream()};
 }
 
-// shift or scale: [B, D] or [B, 1, D] of a batch, [D] or [1, D] of one sample.
-adaln::Modulation modulation_of(const at::Tensor& m, const at::Tensor& x) {
-  return {m.data_ptr(), dtype_of(m.scalar_type()), x.dim() == 3 ? m.stride(0) : 0, m.stride(-1)};
+// A tensor of x's shape as the kernels need it: features side by side, and frames one stride apart where they are
+// samples. Rows and samples may lie anywhere otherwise, so most views need no copy.
+Tensor with_dense_rows(const Tensor& t, const Shape& shape) {
+  const bool features = t.size(-1) <= 1 || t.stride(-1) == 1;
+  const bool frames = shape.frames == 1 || t.dim() == 2 || t.size(0) <= 1 || t.stride(0) == t.size(1) * t.stride(1);
+  return features && frames ? t : t.contiguous();
 }
+
+// Of what `with_dense_rows` returned.
+adaln::Tensor tensor_of(const Tensor& t, const Shape& shape) {
+  const int64_t row = t.stride(-2);
+  const int64_t batch = shape.frames > 1 ? shape.rows * row : t.dim() == 3 ? t.stride(0) : 0;
+  return {t.data_ptr(), dtype_of(t.scalar_type()), batch, row};
+}
+
+// shift, scale or gate with its frames, if it has any, one stride apart.
+Tensor with_even_frames(const Tensor& m, const Shape& shape) {
+  const bool even = shape.frames == 1 || m.dim() == 3 || m.size(0) <= 1 || m.stride(0) == m.size(1) * m.stride(1);
+  return even ? m : m.contiguous();
+}
+
+// Of what `with_even_frames` returned, for an x of so many dimensions.
+adaln::Modulation modulation_of(const Tensor& m, const Shape& shape, int64_t x_dims) {
+  const int64_t batch = shape.frames > 1 ? m.stride(-3) : x_dims == 3 ? m.stride(0) : 0;
+  return {m.data_ptr(), dtype_of(m.scalar_type()), batch, shape.per_token ? m.stride(-2) : 0, m.stride(-1)};
+}
+
+adaln::Gradient gradient_of(const Tensor& t) { return {t.data_ptr(), dtype_of(t.scalar_type())}; }
 
 // float16 in and bfloat16 out, or the reverse, has no kernels of its own: the output side goes through float32.
 bool crosses(ScalarType x, ScalarType y) { return x != y && c10::elementSize(x) == 2 && c10::elementSize(y) == 2; }
@@ -56,47 +86,186 @@ void check(cudaError_t error) {
   TORCH_CHECK(error == cudaSuccess, "layer_norm_modulate kernel: ", cudaGetErrorString(error));
 }
 
-Outputs forward(const at::Tensor& x_in, const at::Tensor& shift, const at::Tensor& scale, double eps,
-                std::optional<ScalarType> out_dtype, std::string_view) {
-  const c10::cuda::CUDAGuard guard(x_in.device());
-  const at::Tensor x = with_dense_rows(x_in);
-  const adaln::Problem problem = problem_of(x);
-  const ScalarType type = out_dtype.value_or(x.scalar_type());
-  const bool via_float = crosses(x.scalar_type(), type);
-  at::Tensor y = at::empty(x.sizes(), x.options().dtype(via_float ? ScalarType::Float : type));
-  at::Tensor mean = at::empty({problem.batch * problem.rows}, x.options().dtype(ScalarType::Float));
-  at::Tensor rstd = at::empty_like(mean);
-  if (x.numel() > 0) {
-    check(adaln::forward(problem, tensor_of(x), modulation_of(shift, x), modulation_of(scale, x),
-                         static_cast<float>(eps), tensor_of(y), mean.data_ptr<float>(), rstd.data_ptr<float>()));
-  }
-  return {via_float ? y.to(type) : std::move(y), std::move(mean), std::move(rstd)};
+Tensor empty(at::IntArrayRef sizes, const Tensor& like, ScalarType type) {
+  return at::empty(sizes, like.options().dtype(type));
 }
 
-Outputs backward(const at::Tensor& dy_in, const at::Tensor& x_in, const at::Tensor& scale, const at::Tensor& mean,
-                 const at::Tensor& rstd, ScalarType shift_dtype, std::string_view impl) {
-  const c10::cuda::CUDAGuard guard(x_in.device());
-  const at::Tensor x = with_dense_rows(x_in);
-  const at::Tensor dy =
-      with_dense_rows(crosses(x.scalar_type(), dy_in.scalar_type()) ? dy_in.to(ScalarType::Float) : dy_in);
-  const adaln::Problem problem = problem_of(x);
-  at::Tensor dx = at::empty(x.sizes(), x.options());
-  at::Tensor dshift = at::empty(scale.sizes(), scale.options().dtype(shift_dtype));
-  at::Tensor dscale = at::empty(scale.sizes(), scale.options());
-  if (x.numel() == 0) {
-    dshift.zero_();
-    dscale.zero_();
-    return {std::move(dx), std::move(dshift), std::move(dscale)};
+// In place of a gradient that an operator leaves out, because another tensor already holds it.
+Tensor nothing(const Tensor& like) { return empty({0}, like, like.scalar_type()); }
+
+// For arithmetic that broadcasts modulation over rows, in float32.
+Tensor rows_of(const Tensor& t, const Shape& shape) {
+  return t.reshape({shape.batch, shape.rows, shape.dim}).to(ScalarType::Float);
+}
+Tensor modulation_rows_of(const Tensor& m, const Shape& shape) {
+  return m.reshape({shape.batch, shape.per_token ? shape.rows : 1, shape.dim}).to(ScalarType::Float);
+}
+
+// h = x + gate * branch where the kernels cannot fuse it.
+Tensor add_residual(const Tensor& x, const Tensor& branch, const Maybe& gate, const Shape& shape) {
+  Tensor added = rows_of(branch, shape);
+  if (gate) added = at::mul(added, modulation_rows_of(*gate, shape));
+  return at::add(rows_of(x, shape), added).to(x.scalar_type()).reshape(x.sizes());
+}
+
+struct Outputs {
+  Tensor h, y, statistics;  // h: only with a branch
+};
+
+Outputs launch_forward(const Shape& shape, const Tensor& x_in, const Maybe& branch_in, const Maybe& gate_in,
+                       const Tensor& shift_in, const Tensor& scale_in, double eps, ScalarType type) {
+  const adaln::Problem problem = problem_of(shape);
+  const int64_t rows = shape.batch * shape.rows;
+  const Tensor x = with_dense_rows(x_in, shape);
+  const Tensor shift = with_even_frames(shift_in, shape), scale = with_even_frames(scale_in, shape);
+  const Tensor branch = branch_in ? with_dense_rows(*branch_in, shape) : Tensor();
+  const Tensor gate = gate_in ? with_even_frames(*gate_in, shape) : Tensor();
+  const bool via_float = crosses(x.scalar_type(), type);
+  Outputs out{{}, empty(x.sizes(), x, via_float ? ScalarType::Float : type), empty({2, rows}, x, ScalarType::Float)};
+  adaln::Forward args{};
+  args.x = tensor_of(x, shape);
+  args.y = tensor_of(out.y, shape);
+  if (branch.defined()) {
+    args.branch = tensor_of(branch, shape);
+    if (rows > 0 && !via_float && adaln::residual_fits(problem, args.x, args.branch, args.y)) {
+      out.h = empty(x.sizes(), x, x.scalar_type());
+      args.h = tensor_of(out.h, shape);
+      if (gate.defined()) args.gate = modulation_of(gate, shape, x.dim());
+    } else {
+      out.h = add_residual(x, branch, gate_in, shape);
+      args.x = tensor_of(out.h, shape);
+      args.branch = {};
+    }
   }
-  const bool dtile = impl == "dtile";
-  const adaln::Tensor x_rows = tensor_of(x), dy_rows = tensor_of(dy);
+  if (rows > 0) {
+    args.shift = modulation_of(shift, shape, x.dim());
+    args.scale = modulation_of(scale, shape, x.dim());
+    args.eps = static_cast<float>(eps);
+    args.mean = out.statistics.data_ptr<float>();
+    args.rstd = args.mean + rows;
+    check(adaln::forward(problem, args));
+  }
+  if (via_float) out.y = out.y.to(type);
+  return out;
+}
+
+struct Gradients {
+  Tensor dx, dbranch, dgate, dshift, dscale;
+};
+
+// x: what was normalised. branch and gate come together: without a gate, dbranch is dx.
+Gradients launch_backward(const Shape& shape, const Tensor& dy_in, const Maybe& dh_in, const Tensor& x_in,
+                          const Maybe& branch_in, const Maybe& gate_in, const Tensor& scale_in,
+                          const Tensor& statistics, ScalarType shift_dtype, bool dtile) {
+  const adaln::Problem problem = problem_of(shape);
+  const int64_t rows = shape.batch * shape.rows;
+  const Tensor x = with_dense_rows(x_in, shape);
+  const bool via_float = crosses(x.scalar_type(), dy_in.scalar_type());
+  const Tensor dy = with_dense_rows(via_float ? dy_in.to(ScalarType::Float) : dy_in, shape);
+  const Tensor dh = dh_in ? with_dense_rows(*dh_in, shape) : Tensor();
+  const Tensor branch = branch_in ? with_dense_rows(*branch_in, shape) : Tensor();
+  const Tensor scale = with_even_frames(scale_in, shape);
+  const Tensor gate = gate_in ? with_even_frames(*gate_in, shape) : Tensor();
+  Gradients out;
+  out.dx = empty(x.sizes(), x, x.scalar_type());
+  out.dshift = shape.per_token ? nothing(scale) : empty(scale.sizes(), scale, shift_dtype);
+  out.dscale = empty(scale.sizes(), scale, scale.scalar_type());
+  if (gate.defined()) {
+    out.dbranch = empty(x.sizes(), x, branch.scalar_type());
+    out.dgate = empty(gate.sizes(), gate, gate.scalar_type());
+  }
+  if (rows == 0) {
+    for (Tensor* sum : {&out.dshift, &out.dscale, &out.dgate}) {
+      if (sum->defined()) sum->zero_();
+    }
+    return out;
+  }
+  adaln::Backward args{};
+  args.dy = tensor_of(dy, shape);
+  args.x = tensor_of(x, shape);
+  args.scale = modulation_of(scale, shape, x.dim());
+  args.mean = statistics.data_ptr<float>();
+  args.rstd = args.mean + rows;
+  args.dx = tensor_of(out.dx, shape);
+  if (!shape.per_token) args.dshift = gradient_of(out.dshift);
+  args.dscale = gradient_of(out.dscale);
+  args.dtile = dtile;
+  const bool residual = dh.defined() || gate.defined();
+  bool fused = false;
+  if (residual) {
+    // Without a gate nothing reads the branch: dy stands there to say that there is a residual.
+    const adaln::Tensor branch_rows = gate.defined() ? tensor_of(branch, shape) : args.dy;
+    const adaln::Tensor dh_rows = dh.defined() ? tensor_of(dh, shape) : args.x;
+    fused = !via_float && adaln::residual_fits(problem, args.x, branch_rows, args.dy) &&
+            adaln::residual_fits(problem, dh_rows, branch_rows, args.dy);
+    if (fused) {
+      args.branch = branch_rows;
+      if (dh.defined()) args.dh = dh_rows;
+      if (gate.defined()) {
+        args.gate = modulation_of(gate, shape, x.dim());
+        args.dbranch = tensor_of(out.dbranch, shape);
+        args.dgate = gradient_of(out.dgate);
+      }
+    }
+  }
   size_t bytes = 0;
-  check(adaln::backward_workspace(problem, dy_rows, x_rows, dtile, &bytes));
-  const at::Tensor workspace = at::empty({static_cast<int64_t>(bytes)}, x.options().dtype(ScalarType::Byte));
-  check(adaln::backward(problem, dy_rows, x_rows, modulation_of(scale, x), mean.data_ptr<float>(),
-                        rstd.data_ptr<float>(), tensor_of(dx), {dshift.data_ptr(), dtype_of(shift_dtype)},
-                        {dscale.data_ptr(), dtype_of(scale.scalar_type())}, workspace.data_ptr(), dtile));
-  return {std::move(dx), std::move(dshift), std::move(dscale)};
+  check(adaln::backward_workspace(problem, args, &bytes));
+  const Tensor workspace = empty({static_cast<int64_t>(bytes)}, x, ScalarType::Byte);
+  args.workspace = workspace.data_ptr();
+  check(adaln::backward(problem, args));
+  if (residual && !fused) {
+    Tensor total = rows_of(out.dx, shape);
+    if (dh.defined()) total = at::add(total, rows_of(dh, shape));
+    out.dx = total.to(x.scalar_type()).reshape(x.sizes());
+    if (gate.defined()) {
+      out.dbranch.copy_(at::mul(total, modulation_rows_of(gate, shape)).reshape(x.sizes()));
+      const Tensor by_row = at::mul(total, rows_of(branch, shape));
+      out.dgate.copy_((shape.per_token ? by_row : by_row.sum(1)).reshape(gate.sizes()));
+    }
+  }
+  return out;
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& shift, const Tensor& scale, double eps,
+                                   std::optional<ScalarType> out_dtype, std::string_view) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Shape shape = checked_shape(x, scale, {}, {&shift});
+  Outputs out = launch_forward(shape, x, {}, {}, shift, scale, eps, out_dtype.value_or(x.scalar_type()));
+  return {std::move(out.y), std::move(out.statistics)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const Tensor& scale,
+                                            const Tensor& statistics, ScalarType shift_dtype, std::string_view impl) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Shape shape = checked_shape(x, scale, {&dy}, {});
+  Gradients out = launch_backward(shape, dy, {}, x, {}, {}, scale, statistics, shift_dtype, impl == "dtile");
+  return {std::move(out.dx), std::move(out.dshift), std::move(out.dscale)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gated_forward(const Tensor& x, const Tensor& branch, const Maybe& gate,
+                                                 const Tensor& shift, const Tensor& scale, double eps,
+                                                 std::optional<ScalarType> out_dtype) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Shape shape = checked_shape(x, scale, {&branch}, {&shift, gate ? &*gate : &shift});
+  Outputs out = launch_forward(shape, x, branch, gate, shift, scale, eps, out_dtype.value_or(x.scalar_type()));
+  return {std::move(out.h), std::move(out.y), std::move(out.statistics)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor& dy, const Maybe& dh, const Tensor& h,
+                                                                  const Maybe& branch, const Maybe& gate,
+                                                                  const Tensor& scale, const Tensor& statistics,
+                                                                  ScalarType shift_dtype) {
+  const c10::cuda::CUDAGuard guard(h.device());
+  TORCH_CHECK_VALUE(branch.has_value() == gate.has_value(), "branch and gate must be given together");
+  const Shape shape =
+      checked_shape(h, scale, {&dy, dh ? &*dh : &dy, branch ? &*branch : &dy}, {gate ? &*gate : &scale});
+  Gradients out = launch_backward(shape, dy, dh, h, branch, gate, scale, statistics, shift_dtype, false);
+  if (!gate) {
+    out.dbranch = nothing(h);
+    out.dgate = nothing(h);
+  }
+  return {std::move(out.dx), std::move(out.dbranch), std::move(out.dgate), std::move(out.dshift),
+          std::move(out.dscale)};
 }
 
 }  // namespace
@@ -104,4 +273,6 @@ Outputs backward(const at::Tensor& dy_in, const at::Tensor& x_in, const at::Tens
 TORCH_LIBRARY_IMPL(repro_adaln, CUDA, m) {
   m.impl("layer_norm_modulate", &forward);
   m.impl("layer_norm_modulate_backward", &backward);
+  m.impl("gated_residual_layer_norm_modulate", &gated_forward);
+  m.impl("gated_residual_layer_norm_modulate_backward", &gated_backward);
 }

@@ -1,8 +1,9 @@
 """LayerNorm followed by adaptive modulation, y = LN(x) * (1 + scale) + shift, as one differentiable op.
 
-Layers, from the formula outward: `reference` (plain PyTorch formulas, also in float64), `composite` (the op's
-arithmetic for any device), `build` (compiles and loads the CUDA kernels in `csrc/`), `ops` (schema, fakes,
-autograd), `validation` (argument checks), `api` (what is imported from here).
+Layers, from the formula outward: `form` (per-sample, per-token and per-frame modulation, told by shapes), `reference`
+(plain PyTorch formulas, also in float64), `composite` (the op's arithmetic for any device), `build` (compiles and loads
+the CUDA kernels in `csrc/`), `ops` (schemas, fakes, autograd), `validation` (argument checks), `api` (what is imported
+from here).
 
 Names are resolved on first use, so that `repro.adaln.build.build_hash` is read without importing torch.
 """
@@ -10,9 +11,9 @@ Names are resolved on first use, so that `repro.adaln.build.build_hash` is read 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from repro.adaln.api import IMPLS, get_impl, layer_norm_modulate
+    from repro.adaln.api import IMPLS, gated_residual_layer_norm_modulate, get_impl, layer_norm_modulate
 
-__all__ = ["IMPLS", "get_impl", "layer_norm_modulate"]
+__all__ = ["IMPLS", "gated_residual_layer_norm_modulate", "get_impl", "layer_norm_modulate"]
 
 
 def __getattr__(name: str) -> object:

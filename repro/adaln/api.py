@@ -1,4 +1,4 @@
-"""What `repro.adaln` offers: the op, and every implementation under its name in the results."""
+"""What `repro.adaln` offers: the op, alone and behind a gated residual, and every implementation that results name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from repro.adaln import ops, reference, validation
+from repro.adaln import build, ops, reference, validation
 
 Impl = Literal["eager", "wan", "compile", "dtile", "fused"]
 IMPLS: tuple[Impl, ...] = get_args(Impl)
@@ -32,12 +32,13 @@ def layer_norm_modulate(
     *,
     impl: Literal["fused", "dtile"] = "fused",
 ) -> Tensor:
-    """LayerNorm without affine parameters, then per-sample modulation: y = LN(x) * (1 + scale) + shift.
+    """LayerNorm without affine parameters, then modulation: y = LN(x) * (1 + scale) + shift.
 
     Args:
         x: [B, N, D], or [N, D] for one sample; any strides. bfloat16, float16 or float32 (on CPU also float64).
-        shift, scale: both [B, D] or both [B, 1, D] ([D] or [1, D] for one sample); any strides, such as those of a
-            chunk of a larger table; any of x's dtypes, each its own.
+        shift, scale: of one shape, which tells the form: per sample [B, D] or [B, 1, D]; per token [B, N, D]; per
+            frame [B, F, 1, D] with F dividing N; without B for one sample. Any strides, such as those of a chunk of a
+            larger table; any of x's dtypes, each its own.
         eps: added to the variance; positive.
         out_dtype: dtype of y; x's by default.
         impl: the CUDA backward. `fused` reads x and dy once; `dtile` reduces dshift and dscale in a kernel of its
@@ -50,8 +51,46 @@ def layer_norm_modulate(
 
     Raises TypeError or ValueError for arguments that do not fit, RuntimeError when differentiated twice.
     """
+    if not torch.compiler.is_compiling() and build.native is not None:
+        y = build.native.layer_norm_modulate(x, shift, scale, eps, out_dtype, impl)
+        if y is not None:
+            return y
     validation.check(x, shift, scale, eps, out_dtype, impl)
     return ops.forward_op(x, shift, scale, eps, out_dtype, impl)[0]
+
+
+def gated_residual_layer_norm_modulate(
+    x: Tensor,
+    branch: Tensor,
+    gate: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gated residual, then `layer_norm_modulate` of it: h = x + gate * branch, y = LN(h) * (1 + scale) + shift.
+
+    Args:
+        x: as in `layer_norm_modulate`.
+        branch: x's shape; any strides, any of x's dtypes.
+        gate: shift's and scale's shape, any of x's dtypes; None for a plain residual, h = x + branch.
+        shift, scale, eps, out_dtype: as in `layer_norm_modulate`.
+
+    Returns h in x's dtype and y, both contiguous, with x's shape. h is computed in float32 (float64 for float64 x) and
+    rounded once; it is the rounded h that is normalized. Autograd sees one node, which saves h, scale, 8 bytes a row
+    and, with a gate, branch and gate; gradients of h and y are combined in one backward. On CUDA both directions are
+    one pass over the rows where y is no wider than x, branch has y's dtype, D is a multiple of 8 and rows are aligned
+    to 16 bytes; otherwise residual and norm run one after the other.
+
+    Raises as `layer_norm_modulate`.
+    """
+    if not torch.compiler.is_compiling() and build.native is not None:
+        out = build.native.gated_residual_layer_norm_modulate(x, branch, gate, shift, scale, eps, out_dtype)
+        if out is not None:
+            return out
+    validation.check_gated(x, branch, gate, shift, scale, eps, out_dtype)
+    h, y, _ = ops.gated_forward_op(x, branch, gate, shift, scale, eps, out_dtype)
+    return h, y
 
 
 def get_impl(name: str) -> LayerNormModulate:
@@ -83,7 +122,7 @@ def _compiled_eager() -> LayerNormModulate:
     def call(
         x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        if x.dim() == shift.dim() == scale.dim() == 3:
+        if x.dim() == shift.dim() == scale.dim() == 3 and shift.shape[1] == 1:
             # PyTorch 2.11's Inductor returns the gradient of a [1, 1, D] modulation as [D], which autograd refuses;
             # that of [1, D] is right (and the faster: one kernel reduces rows and columns).
             shift, scale = shift.squeeze(1), scale.squeeze(1)

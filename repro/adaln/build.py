@@ -1,7 +1,8 @@
 """Compile and load the CUDA kernels of `csrc/`: on first use, once, cached by everything that goes into them.
 
-The library registers its kernels with `repro_adaln`'s operators when it loads; nothing is imported from it. Where it
-cannot be built, one warning says what is missing and how to get it, and the operators keep their composite.
+The library registers kernels and autograd of `repro_adaln`'s operators when it loads, and is a Python module of entry
+points besides (`native`). Where it cannot be built, one warning says what is missing and how to get it, and the
+operators keep their composite.
 
 Environment: REPRO_BUILD_DIR, where builds are kept (default: PyTorch's extension cache); REPRO_BUILD_DEBUG=1 adds
 the end of the compiler's output to the warning.
@@ -12,20 +13,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import filelock
 
 NAME = "repro_adaln"
-OPERATORS = ("layer_norm_modulate", "layer_norm_modulate_backward")
+OPERATORS = (
+    "layer_norm_modulate",
+    "layer_norm_modulate_backward",
+    "gated_residual_layer_norm_modulate",
+    "gated_residual_layer_norm_modulate_backward",
+)
 
 # No -std: PyTorch's builder passes the one that its headers need. The kernels are written for plain nvcc, without
 # the macros by which that builder takes the half types' operators away. --use_fast_math would cost accuracy.
@@ -39,6 +48,10 @@ CUDA_CFLAGS = (
     "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
 )
 _SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
+
+native: ModuleType | None = None
+"""The loaded extension: `layer_norm_modulate` and `gated_residual_layer_norm_modulate` as `repro.adaln.api` has them,
+with all arguments by position. They return None where plain CUDA tensors that fit is not what they were given."""
 
 _lock = threading.Lock()
 _loaded: bool | None = None
@@ -115,6 +128,7 @@ def build_directory() -> Path:
 
 def _load() -> None:
     """Load the library, from the cache or else built now. Raises BuildError."""
+    global native
     import torch
 
     if torch.version.cuda is None:
@@ -129,14 +143,23 @@ def _load() -> None:
     except (OSError, NotImplementedError) as error:  # the latter: filelock, where the file system has no locks
         raise BuildError(f"cannot write to {directory} ({error}); set REPRO_BUILD_DIR to another folder") from error
     try:
-        torch.ops.load_library(str(directory / f"{NAME}.so"))
-    except OSError as error:
-        raise BuildError(
-            f"cannot load the build in {directory} ({error.__cause__ or error}); remove that folder and try again"
-        ) from error
+        loaded = _import(directory / f"{NAME}.so")
+    except (ImportError, OSError) as error:
+        raise BuildError(f"cannot load the build in {directory} ({error}); remove that folder and try again") from error
     for operator in OPERATORS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAME}::{operator}", "CUDA"):
             raise BuildError(f"the build in {directory} does not register {operator}; remove that folder and try again")
+    native = loaded
+
+
+def _import(library: Path) -> ModuleType:
+    """Load the library as a Python module, whatever the import path. Raises ImportError."""
+    spec = importlib.util.spec_from_file_location(NAME, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library} is no extension module of this Python")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _build_once(directory: Path) -> None:
@@ -173,7 +196,7 @@ def _compile(directory: Path) -> None:
         try:
             cpp_extension.load(
                 NAME,
-                [str(path) for path in sorted([*folder.glob("*.cu"), folder / "binding.cpp"])],
+                [str(path) for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cpp")])],
                 extra_cflags=list(CFLAGS),
                 extra_cuda_cflags=list(CUDA_CFLAGS),
                 extra_include_paths=[str(folder)],
@@ -198,6 +221,9 @@ def _check_toolchain() -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         raise BuildError(f"there is no C++ compiler ({compiler}); install g++, or set CXX to yours")
+    headers = sysconfig.get_path("include")
+    if not Path(headers, "Python.h").is_file():
+        raise BuildError(f"there is no Python.h in {headers}; install Python's headers (python3-dev, python3-devel)")
     wanted = str(torch.version.cuda)
     home = cpp_extension.CUDA_HOME
     nvcc = Path(home or "", "bin", "nvcc")

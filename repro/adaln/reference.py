@@ -1,7 +1,9 @@
 """What LayerNorm-modulate means, in plain PyTorch: y = LN(x) * (1 + scale) + shift over the last dimension.
 
-Legend: B samples, N rows (tokens) of a sample, D features. Every formula takes x [B, N, D] with shift and scale
-[B, D] or [B, 1, D], or x [N, D] (one sample) with [D] or [1, D], and autograd differentiates it as often as asked.
+Legend: B samples, N rows (tokens) of a sample, D features. Every formula takes x [B, N, D] or [N, D] (one sample) with
+modulation of any form that `repro.adaln.form` lists, and autograd differentiates it as often as asked. The gated
+formulas take x and branch of one shape, and gate of shift's and scale's shape or None: h = x + gate * branch is
+normalized in x's place, and both h and y are returned.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ def eager(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, out_dtype:
 
     Returns y with x's shape, in `out_dtype` or else x's dtype.
     """
-    normalized = F.layer_norm(x, x.shape[-1:], eps=eps)
+    rows = _frames(x, scale)
+    normalized = F.layer_norm(rows, x.shape[-1:], eps=eps)
     y = normalized * (1 + _per_row(scale, x)) + _per_row(shift, x)
-    return y.to(out_dtype or x.dtype)
+    return y.reshape(x.shape).to(out_dtype or x.dtype)
 
 
 def wan(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -28,9 +31,10 @@ def wan(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, out_dtype: t
     shift).type_as(x)`); the official code (Wan-Video/Wan2.1, wan/modules/model.py) normalizes and modulates in
     float32 too. Returns y with x's shape, in `out_dtype` or else x's dtype.
     """
-    normalized = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+    rows = _frames(x, scale)
+    normalized = F.layer_norm(rows.float(), x.shape[-1:], eps=eps)
     y = normalized * (1 + _per_row(scale, x).float()) + _per_row(shift, x).float()
-    return y.to(out_dtype or x.dtype)
+    return y.reshape(x.shape).to(out_dtype or x.dtype)
 
 
 def reference64(
@@ -39,6 +43,65 @@ def reference64(
     """The judge: everything in float64, with gradients to match. Returns float64 unless `out_dtype` is given."""
     y = eager(x.double(), shift.double(), scale.double(), eps)
     return y if out_dtype is None else y.to(out_dtype)
+
+
+def gated_eager(
+    x: Tensor,
+    branch: Tensor,
+    gate: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The textbook gated residual, rounded at each step, then `eager`. Returns h in x's dtype, and y."""
+    h = (x + _gated(branch, gate)).to(x.dtype)
+    return h, eager(h, shift, scale, eps, out_dtype)
+
+
+def gated_wan(
+    x: Tensor,
+    branch: Tensor,
+    gate: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The Wan block's gated residual, then `wan`. Returns h in x's dtype, and y.
+
+    Source: as `wan` (`(hidden_states.float() + attn_output * gate_msa).type_as(hidden_states)`, with gate in float32).
+    """
+    h = (x.float() + _gated(branch, None if gate is None else gate.float())).type_as(x)
+    return h, wan(h, shift, scale, eps, out_dtype)
+
+
+def gated_reference64(
+    x: Tensor,
+    branch: Tensor,
+    gate: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The judge of the gated formulas: everything in float64, h never rounded."""
+    gate64 = None if gate is None else gate.double()
+    return gated_eager(x.double(), branch.double(), gate64, shift.double(), scale.double(), eps)
+
+
+def _gated(branch: Tensor, gate: Tensor | None) -> Tensor:
+    """gate * branch, with branch's shape; branch itself where there is no gate."""
+    if gate is None:
+        return branch
+    return (_frames(branch, gate) * _per_row(gate, branch)).reshape(branch.shape)
+
+
+def _frames(x: Tensor, modulation: Tensor) -> Tensor:
+    """x with its rows by frame, [B, F, N / F, D], where there is a modulation for each frame; else x itself."""
+    if modulation.dim() == x.dim() + 1:
+        frames = modulation.shape[-3]
+        return x.unflatten(-2, (frames, x.shape[-2] // frames))
+    return x
 
 
 def _per_row(modulation: Tensor, x: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
+import types
 import warnings
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from repro.adaln import build, composite, ops
 from tests.adaln import op_cases
 
 CHECKOUT = Path(__file__).parents[2]
+ENTRY_POINTS = types.ModuleType("repro_adaln")
 
 
 class PretendCuda(torch.Tensor):
@@ -44,6 +47,7 @@ def machine(monkeypatch, tmp_path):
 
     monkeypatch.setattr(build, "_loaded", None)
     monkeypatch.setattr(build, "_failure", None)
+    monkeypatch.setattr(build, "native", None)
     monkeypatch.setattr(build, "sources", lambda: tmp_path / "csrc")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -68,11 +72,12 @@ def builder(monkeypatch):
         calls.append({"sources": source_files, "architectures": os.environ["TORCH_CUDA_ARCH_LIST"], **options})
         Path(build_directory, f"{name}.so").touch()
 
-    def load_library(path):
+    def import_(path):
         assert Path(path).is_file()
+        return ENTRY_POINTS
 
     monkeypatch.setattr(cpp_extension, "load", load)
-    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    monkeypatch.setattr(build, "_import", import_)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: key == "CUDA")
     return calls
 
@@ -129,6 +134,11 @@ FAILURES = {
         lambda tools, patch: patch.setenv("CXX", "clang++-99"),
         r"no C\+\+ compiler \(clang\+\+-99\)",
         r"install g\+\+, or set CXX",
+    ),
+    "Python's headers": (
+        _attribute(sysconfig, "get_path", lambda name: "/nowhere"),
+        "no Python.h in /nowhere",
+        "install Python's headers",
     ),
     "nvcc": (_without("cuda/bin/nvcc"), "nvcc does not exist", "install the CUDA toolkit 13.0 .* set CUDA_HOME"),
     "toolkit": (
@@ -188,8 +198,8 @@ def test_one_warning_names_what_is_missing_and_the_composite_goes_on(machine, bu
     x, shift, scale, dy = (t.as_subclass(PretendCuda) for t in inputs)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        y, mean, rstd = ops._forward_kernel(x, shift, scale, 1e-6, None, "fused")
-        dx, dshift, dscale = ops._backward_kernel(dy, x, scale, mean, rstd, torch.float32, "fused")
+        y, statistics = ops._forward_kernel(x, shift, scale, 1e-6, None, "fused")
+        dx, dshift, dscale = ops._backward_kernel(dy, x, scale, statistics, torch.float32, "fused")
     op_cases.assert_close(op_cases.Results(y, dx, dshift, dscale), op_cases.exact(inputs), op_cases.BARS[torch.float32])
     (message,) = (str(w.message) for w in heard if issubclass(w.category, RuntimeWarning))
     assert re.search(rf"runs without its CUDA kernels.*{missing}.*{remedy}", message)
@@ -202,7 +212,7 @@ def test_minor_versions_may_differ(machine, builder, monkeypatch):
 
 
 def test_built_once_then_loaded_from_the_cache(machine, builder, monkeypatch, capsys):
-    assert build.ensure_loaded() and build.failure() is None
+    assert build.ensure_loaded() and build.failure() is None and build.native is ENTRY_POINTS
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "building the fused AdaLN extension for sm_90 (about 60 s, once; cached in" in said[0]
     (call,) = builder
@@ -309,12 +319,18 @@ def test_a_library_without_the_kernels_is_refused(machine, builder, monkeypatch)
 
 
 def test_a_library_that_does_not_load_is_refused(machine, builder, monkeypatch):
-    def load_library(path):
-        raise OSError("undefined symbol")
-
-    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    monkeypatch.setattr(build, "_import", _raising(ImportError("undefined symbol")))
     with pytest.warns(RuntimeWarning, match=r"cannot load the build in .*undefined symbol.*remove that folder"):
         assert not build.ensure_loaded()
+    assert build.native is None
+
+
+def test_a_file_that_is_no_extension_does_not_import(tmp_path):
+    with pytest.raises(ImportError, match=r"kernels\.txt is no extension module"):
+        build._import(tmp_path / "kernels.txt")
+    (tmp_path / "repro_adaln.so").write_text("half")
+    with pytest.raises(ImportError):
+        build._import(tmp_path / "repro_adaln.so")
 
 
 def test_directory_tells_builds_apart(machine, monkeypatch):
@@ -352,11 +368,9 @@ def test_sources_are_in_the_checkout():
 def test_first_cuda_tensor_goes_to_the_kernels_once_loaded(monkeypatch):
     """By then the extension has registered them: the call is dispatched again, with its arguments as they came."""
     monkeypatch.setattr(build, "_loaded", True)
-    monkeypatch.setattr(ops, "forward_op", lambda *args: ("forward", *args))
-    monkeypatch.setattr(ops, "backward_op", lambda *args: ("backward", *args))
     x = torch.zeros(1, 2, 8).as_subclass(PretendCuda)
-    assert ops._forward_kernel(x, 1, 2, 1e-6, None, "dtile") == ("forward", x, 1, 2, 1e-6, None, "dtile")
-    assert ops._backward_kernel(0, x, 2, 3, 4, 5, "dtile") == ("backward", 0, x, 2, 3, 4, 5, "dtile")
+    kernel = ops._kernel(lambda *args: ("operator", *args), "forward", 1)
+    assert kernel(x, 1, 2, 1e-6, None, "dtile") == ("operator", x, 1, 2, 1e-6, None, "dtile")
 
 
 def test_inductor_compiles_the_composite_where_the_kernels_are_missing(monkeypatch):
@@ -373,8 +387,8 @@ def test_inductor_compiles_the_composite_where_the_kernels_are_missing(monkeypat
     monkeypatch.setattr(composite, "_compiled", compile_step)
     inputs = op_cases.make((2, 5, 24))
     x, shift, scale, dy = (t.as_subclass(PretendCuda) for t in inputs)
-    y, mean, rstd = ops._forward_kernel(x, shift, scale, 1e-6, None, "fused")
-    gradients = ops._backward_kernel(dy, x, scale, mean, rstd, torch.float32, "fused")
+    y, statistics = ops._forward_kernel(x, shift, scale, 1e-6, None, "fused")
+    gradients = ops._backward_kernel(dy, x, scale, statistics, torch.float32, "fused")
     op_cases.assert_close(op_cases.Results(y, *gradients), op_cases.exact(inputs), op_cases.BARS[torch.float32])
     assert len(compiled) == 2
 
@@ -395,9 +409,9 @@ def test_inductor_that_fails_is_not_tried_again(monkeypatch):
     monkeypatch.setattr(composite, "_compiled", compile_step)
     inputs = op_cases.make((2, 5, 24))
     x, shift, scale, dy = (t.as_subclass(PretendCuda) for t in inputs)
-    _, mean, rstd = ops._forward_kernel(x, shift, scale, 1e-6, None, "fused")
+    _, statistics = ops._forward_kernel(x, shift, scale, 1e-6, None, "fused")
     monkeypatch.setattr(composite, "_use_inductor", True)
-    gradients = ops._backward_kernel(dy, x, scale, mean, rstd, torch.float32, "fused")
+    gradients = ops._backward_kernel(dy, x, scale, statistics, torch.float32, "fused")
     for got, want in zip(gradients, op_cases.exact(inputs)[1:], strict=True):
         assert op_cases.error(got, want) <= 1e-5, "sums start afresh"
     ops._forward_kernel(x, shift, scale, 1e-6, None, "fused")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from repro.adaln import layer_norm_modulate
+from repro.adaln import gated_residual_layer_norm_modulate, layer_norm_modulate
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -26,16 +26,24 @@ def _t(*shape, dtype=F32, device="cpu"):
             _t(2, 3, 8),
             _t(2, 8),
             _t(2, 9),
-            r"scale must have shape \[2, 8\] or \[2, 1, 8\] for x \[2, 3, 8\], got \[2, 9\]",
+            r"scale must have shape \[2, 8\] or \[2, 1, 8\] \(per sample\), \[2, 3, 8\] \(per token\) or "
+            r"\[2, F, 1, 8\] with F dividing 3 \(per frame\) for x \[2, 3, 8\], got \[2, 9\]",
         ),
         (_t(2, 3, 8), _t(1, 8), _t(1, 8), r"scale must have shape \[2, 8\] or \[2, 1, 8\] .*, got \[1, 8\]"),
         (_t(2, 3, 8), _t(8), _t(8), r"scale must have shape \[2, 8\] or \[2, 1, 8\] .*, got \[8\]"),
-        (_t(2, 3, 8), _t(2, 3, 8), _t(2, 3, 8), r"scale must have shape .*, got \[2, 3, 8\]"),
-        (_t(3, 8), _t(3, 8), _t(3, 8), r"scale must have shape \[8\] or \[1, 8\] for x \[3, 8\], got \[3, 8\]"),
-        (_t(2, 3, 8), _t(2, 9), _t(2, 8), r"shift must have shape .*, the same as scale \[2, 8\], got \[2, 9\]"),
-        (_t(2, 3, 8), _t(2, 1, 8), _t(2, 8), r"shift must have shape .*, the same as scale \[2, 8\], got \[2, 1, 8\]"),
-        (_t(2, 3, 8), _t(2, 8, device="meta"), _t(2, 8), r"on x's device cpu, got shift on meta and scale on cpu"),
-        (_t(2, 3, 8), _t(2, 8), _t(2, 8, device="meta"), r"on x's device cpu, got shift on cpu and scale on meta"),
+        (_t(2, 3, 8), _t(2, 2, 8), _t(2, 2, 8), r"scale must have shape .*, got \[2, 2, 8\]"),
+        (_t(2, 6, 8), _t(2, 3, 8), _t(2, 3, 8), r"\[2, F, 1, 8\] with F dividing 6 .*, got \[2, 3, 8\]"),
+        (_t(2, 6, 8), _t(2, 4, 1, 8), _t(2, 4, 1, 8), r"F dividing 6 .*, got \[2, 4, 1, 8\]"),
+        (_t(2, 6, 8), _t(2, 0, 1, 8), _t(2, 0, 1, 8), r"F dividing 6 .*, got \[2, 0, 1, 8\]"),
+        (_t(2, 6, 8), _t(2, 3, 2, 8), _t(2, 3, 2, 8), r"F dividing 6 .*, got \[2, 3, 2, 8\]"),
+        (_t(2, 6, 8), _t(1, 3, 1, 8), _t(1, 3, 1, 8), r"scale must have shape .*, got \[1, 3, 1, 8\]"),
+        (_t(3, 8), _t(2, 8), _t(2, 8), r"scale must have shape \[8\] or \[1, 8\] .* for x \[3, 8\], got \[2, 8\]"),
+        (_t(3, 8), _t(1, 3, 8), _t(1, 3, 8), r"\[F, 1, 8\] with F dividing 3 .*, got \[1, 3, 8\]"),
+        (_t(3, 8), _t(), _t(), r"scale must have shape .* for x \[3, 8\], got \[\]"),
+        (_t(2, 3, 8), _t(2, 9), _t(2, 8), r"shift must have the same shape as scale \[2, 8\], got \[2, 9\]"),
+        (_t(2, 3, 8), _t(2, 1, 8), _t(2, 8), r"shift must have the same shape as scale \[2, 8\], got \[2, 1, 8\]"),
+        (_t(2, 3, 8), _t(2, 8, device="meta"), _t(2, 8), r"shift must be on x's device cpu, got meta"),
+        (_t(2, 3, 8), _t(2, 8), _t(2, 8, device="meta"), r"scale must be on x's device cpu, got meta"),
     ],
 )
 def test_shapes_and_devices(x, shift, scale, message):
@@ -100,5 +108,44 @@ def test_float64_is_for_the_cpu(cuda):
 
 @pytest.mark.gpu
 def test_modulation_left_on_the_cpu(cuda):
-    with pytest.raises(ValueError, match=r"on x's device cuda:0, got shift on cpu and scale on cuda:0"):
+    with pytest.raises(ValueError, match="shift must be on x's device cuda:0, got cpu"):
         layer_norm_modulate(_t(2, 3, 8, device=cuda), _t(2, 8), _t(2, 8, device=cuda))
+
+
+def _gated(**changed):
+    arguments = {name: _t(2, 3, 8) for name in ("x", "branch")} | {n: _t(2, 8) for n in ("gate", "shift", "scale")}
+    return arguments | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "message"),
+    [
+        ({"branch": _t(2, 1, 8)}, ValueError, r"branch must have x's shape \[2, 3, 8\], got \[2, 1, 8\]"),
+        ({"gate": _t(2, 1, 8)}, ValueError, r"gate must have the same shape as scale \[2, 8\], got \[2, 1, 8\]"),
+        ({"shift": _t(8)}, ValueError, r"shift must have the same shape as scale \[2, 8\], got \[8\]"),
+        ({"scale": _t(8)}, ValueError, r"scale must have shape \[2, 8\] or .*, got \[8\]"),
+        ({"branch": None}, TypeError, "branch must be a torch.Tensor, got NoneType"),
+        ({"branch": _t(2, 3, 8, dtype=F64)}, TypeError, "branch must be one of bfloat16, .*, got float64"),
+        ({"gate": _t(2, 8, dtype=torch.int8)}, TypeError, "gate must be one of bfloat16, .*, got int8"),
+        ({"gate": _t(2, 8, device="meta")}, ValueError, "gate must be on x's device cpu, got meta"),
+        ({"branch": _t(2, 3, 8, device="meta")}, ValueError, "branch must be on x's device cpu, got meta"),
+        ({"eps": 0.0}, ValueError, "eps must be positive and finite, got 0.0"),
+        ({"out_dtype": torch.int8}, TypeError, "out_dtype must be one of .*, got int8"),
+    ],
+)
+def test_gated_residual(changed, kind, message):
+    with pytest.raises(kind, match=message):
+        gated_residual_layer_norm_modulate(**_gated(**changed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("eps", "out_dtype"), [(1, None), (1e-6, torch.float16)])
+def test_whatever_the_extension_does_not_take_itself_is_accepted(cuda, eps, out_dtype):
+    """An integer eps, and tensors of a subclass, go the longer way."""
+    x, shift, scale = (_t(*s, device=cuda) for s in ((2, 3, 8), (2, 8), (2, 8)))
+    want = layer_norm_modulate(x, shift, scale, float(eps), out_dtype)
+    assert torch.equal(layer_norm_modulate(x.as_subclass(_Tensor), shift, scale, eps, out_dtype), want)
+
+
+class _Tensor(torch.Tensor):
+    pass

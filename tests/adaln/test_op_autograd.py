@@ -33,17 +33,18 @@ def test_opcheck_forward(device, impl, form, out_dtype):
 
 def test_opcheck_backward(device, impl, form):
     x, shift, scale = (t.detach() for t in _leaves(device, *form, scale_dtype=torch.bfloat16))
-    _, mean, rstd = ops.forward_op(x, shift, scale, 1e-6, None, impl)
-    torch.library.opcheck(ops.backward_op, (torch.randn_like(x), x, scale, mean, rstd, torch.float16, impl))
+    _, statistics = ops.forward_op(x, shift, scale, 1e-6, None, impl)
+    torch.library.opcheck(ops.backward_op, (torch.randn_like(x), x, scale, statistics, torch.float16, impl))
 
 
 def test_statistics(device, impl):
-    """mean and rstd are flat float32, rows in the order of x, and not differentiable."""
+    """mean and rstd are float32, rows in the order of x, and not differentiable."""
     x, shift, scale = _leaves(device, (3, 4, 16), (3, 16), torch.bfloat16)
-    y, mean, rstd = ops.forward_op(x, shift, scale, 1e-6, None, impl)
+    y, statistics = ops.forward_op(x, shift, scale, 1e-6, None, impl)
     x_rows = x.detach().double().view(12, 16)
-    assert mean.dtype == rstd.dtype == torch.float32 and mean.shape == rstd.shape == (12,)
-    assert y.requires_grad and not mean.requires_grad and not rstd.requires_grad
+    assert statistics.dtype == torch.float32 and statistics.shape == (2, 12)
+    assert y.requires_grad and not statistics.requires_grad
+    mean, rstd = statistics
     torch.testing.assert_close(mean.double(), x_rows.mean(-1), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(rstd.double(), (x_rows.var(-1, correction=0) + 1e-6).rsqrt(), rtol=1e-5, atol=0)
 
@@ -71,7 +72,7 @@ def test_saved_bytes(device, impl, dtype):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         layer_norm_modulate(x, shift, scale, impl=impl)
     assert sum(t.numel() * t.element_size() for t in saved) == x.nbytes + 2 * 64 * 4 + 8 * 2 * 50
-    assert {x.data_ptr(), scale.data_ptr()} <= {t.data_ptr() for t in saved} and len(saved) == 4
+    assert {x.data_ptr(), scale.data_ptr()} <= {t.data_ptr() for t in saved} and len(saved) == 3
 
 
 @pytest.mark.parametrize("wanted", range(3))
@@ -201,5 +202,5 @@ def test_forward_mode_is_refused_not_zero(device, impl):
         with pytest.raises(NotImplementedError, match="jvp"):
             layer_norm_modulate(dual, shift, scale, impl=impl)
         assert layer_norm_modulate(x, shift, scale, impl=impl).shape == x.shape  # no tangent, nothing lost
-    with pytest.raises(RuntimeError, match="functorch"):
+    with pytest.raises(RuntimeError, match=r"functorch|jvp"):
         torch.func.jvp(lambda t: layer_norm_modulate(t, shift, scale, impl=impl), (x,), (x,))
