@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -17,9 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from repro import suite as registry
-from repro.measure.machine import Machine, read_clocks
+from repro.measure.machine import Machine, read_clocks, throttle_watch
+from repro.measure.throttle import Watch
 from repro.records import Run, Store, case_key
-from repro.suite import Case, CaseSkipped, Profile, Suite
+from repro.suite import Case, CaseSkipped, Measurement, Profile, Suite
+
+THROTTLED = Measurement("throttled", "flag", 1.0, 1.0, 1.0, 1)
+"""Beside the rows of a case that was measured while the GPU was slowed down; the run record has the reasons."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,13 @@ class _Advance:
 
 @dataclass
 class Outcome:
-    """How measuring went. failed: a line a case that raised. interrupted: whether Ctrl-C ended it."""
+    """How measuring went. failed: a line a case that raised. interrupted: whether Ctrl-C ended it.
+
+    throttled: of each case that was measured on a slowed-down GPU twice, its suite, key and the reasons.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
+    throttled: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     interrupted: bool = False
 
@@ -169,6 +178,8 @@ def measure(
     if not any(p.todo for p in planned):
         return outcome
     run = store.start(machine, command, None, profile)
+    elsewhere = "facts_of_run" in machine.record
+    watch = Watch(list) if elsewhere else throttle_watch(machine)
     try:
         with _progress(planned, console) as advance:
             for p in planned:
@@ -176,14 +187,13 @@ def measure(
                     # what it is built from may have been measured a moment ago
                     p = replace(p, todo=_missing(store, p.suite, p.cases, run.device, profile))
                 advance.expect(p)
-                _measure_suite(store, run, p, machine, outcome, console, debug, advance)
+                _measure_suite(store, run, p, machine, watch, outcome, console, debug, advance)
     except KeyboardInterrupt:
         outcome.interrupted = True
     finally:
         status = "interrupted" if outcome.interrupted else "failed" if outcome.failed else "finished"
-        elsewhere = "facts_of_run" in machine.record
         clocks = {"unavailable": "computed elsewhere"} if elsewhere else read_clocks(machine.gpu_count)
-        store.finish(run, status, outcome.counts, clocks)
+        store.finish(run, status, outcome.counts, {**clocks, "throttled": outcome.throttled})
     return outcome
 
 
@@ -192,6 +202,7 @@ def _measure_suite(
     run: Run,
     p: Planned,
     machine: Machine,
+    watch: Watch,
     outcome: Outcome,
     console: Console,
     debug: bool,
@@ -205,8 +216,15 @@ def _measure_suite(
         try:
             if inputs is None or p.name in p.suite.NEEDS:
                 inputs = store.gather(p.suite.NEEDS, run.device, run.profile)
-            store.append(run, p.name, case, p.suite.measure(case, machine, inputs))
+            rows, why = watch.measure(
+                partial(p.suite.measure, case, machine, inputs), partial(registry.forget, p.suite, case, machine)
+            )
+            store.append(run, p.name, case, [*rows, *([THROTTLED] if why else [])])
             outcome.counts["measured"] += 1
+            if why:
+                outcome.throttled.append({"suite": p.name, "case": dict(case.key), "reasons": why})
+                key = ", ".join(f"{k}={v}" for k, v in case.key.items())
+                console.print(Text(f"{p.name}: throttled twice, kept and marked ({key}): {', '.join(why)}", "yellow"))
         except CaseSkipped as e:
             skipped[str(e)] += 1
             outcome.counts["skipped"] += 1

@@ -15,6 +15,10 @@ and, where it measures nothing but computes from other suites' rows without torc
 
     SIMULATED: bool = True          so that it can be run for another device's committed rows (`--device`)
 
+and, where it keeps measurements of a case for the cases that follow,
+
+    forget(case, machine) -> None   drops them, so that measuring the case again measures it anew
+
 A suite knows nothing of CSV files or of the command line, and imports torch only inside `measure`, so that
 figures and verdicts are made from committed rows on a machine without PyTorch.
 """
@@ -155,6 +159,12 @@ def names() -> list[str]:
 def is_simulated(suite: Suite) -> bool:
     """Whether the suite computes from other suites' rows instead of measuring."""
     return bool(getattr(suite, "SIMULATED", False))
+
+
+def forget(suite: Suite, case: Case, machine: Machine) -> None:
+    """Have the suite drop what it keeps of a case, if it keeps anything."""
+    if hasattr(suite, "forget"):
+        suite.forget(case, machine)
 
 
 def other_needs(suite: Suite) -> list[str]:

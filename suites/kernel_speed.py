@@ -21,6 +21,7 @@ from suites import _kernel_figures
 if TYPE_CHECKING:
     import pandas as pd
 
+    from repro.measure.kernel_rows import Bench
     from repro.measure.machine import Machine
 
 NAME = "kernel_speed"
@@ -68,9 +69,15 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
     impl, direction, problem = kernel_rows.parse(case)
     if machine.has_gpu:
         kernel_rows.require_kernels(impl)
-    bench = kernel_rows.bench(NAME, "cuda" if machine.has_gpu else "cpu", 0.25 if machine.has_gpu else 0.05)
     seed = seed_text(NAME, case.key)
-    return kernel_rows.without_memory_error(lambda: bench.rows(impl, direction, problem, seed), case)
+    return kernel_rows.without_memory_error(lambda: _bench(machine).rows(impl, direction, problem, seed), case)
+
+
+def forget(case: Case, machine: Machine) -> None:
+    """Drop the case's times, which others in this process are compared with."""
+    from repro.measure import kernel_rows
+
+    _bench(machine).forget(*kernel_rows.parse(case))
 
 
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
@@ -132,6 +139,12 @@ def _slower_cells(rows: pd.DataFrame, direction: str) -> str:
 def draw(rows: pd.DataFrame) -> list[Figure]:
     """For each device: speedup over eager, % of the ceiling and time as called, against the number of tokens."""
     return _kernel_figures.draw(rows[rows["suite"] == NAME], PAPER, CLAIMS, DTYPES)
+
+
+def _bench(machine: Machine) -> Bench:
+    from repro.measure import kernel_rows
+
+    return kernel_rows.bench(NAME, "cuda" if machine.has_gpu else "cpu", 0.25 if machine.has_gpu else 0.05)
 
 
 def _shapes(profile: Profile, machine: Machine) -> list[Shape]:

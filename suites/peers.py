@@ -28,6 +28,7 @@ from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profil
 if TYPE_CHECKING:
     import pandas as pd
 
+    from repro.measure.kernel_rows import Bench
     from repro.measure.machine import Machine
 
 T = TypeVar("T")
@@ -88,6 +89,13 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
     return kernel_rows.without_memory_error(lambda: _measure(case, machine), case)
 
 
+def forget(case: Case, machine: Machine) -> None:
+    """Drop the case's times, which others in this process are compared with."""
+    from repro.measure import kernel_rows
+
+    _bench(machine).forget(*kernel_rows.parse(case))
+
+
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
     """No claim of the paper is about these peers."""
     return []
@@ -108,7 +116,7 @@ def _measure(case: Case, machine: Machine) -> list[Measurement]:
     from repro.measure import kernel_rows, verify
 
     impl, direction, problem = kernel_rows.parse(case)
-    bench = kernel_rows.bench(NAME, "cuda" if machine.has_gpu else "cpu", SECONDS)
+    bench = _bench(machine)
     seed = seed_text(NAME, case.key)
     rows = _attempt(impl, lambda: bench.rows(impl, direction, problem, seed))
     if impl != "fused":
@@ -128,6 +136,12 @@ def _measure(case: Case, machine: Machine) -> list[Measurement]:
     best = min(found.values(), key=statistics.median)
     rows.append(measured("over_best_peer", "x", ratio_interval(best, fused, seed)))
     return rows
+
+
+def _bench(machine: Machine) -> Bench:
+    from repro.measure import kernel_rows
+
+    return kernel_rows.bench(NAME, "cuda" if machine.has_gpu else "cpu", SECONDS)
 
 
 def _attempt(impl: str, measure: Callable[[], T]) -> T:

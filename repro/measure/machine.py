@@ -12,26 +12,13 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from repro.measure import cuda_driver
-
-_THROTTLE_BITS = {
-    0x001: "gpu_idle",
-    0x002: "applications_clocks_setting",
-    0x004: "sw_power_cap",
-    0x008: "hw_slowdown",
-    0x010: "sync_boost",
-    0x020: "sw_thermal_slowdown",
-    0x040: "hw_thermal_slowdown",
-    0x080: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
-"""Bits of nvmlClocksEventReasons (nvml.h), formerly called throttle reasons."""
+from repro.measure import cuda_driver, throttle
 
 _GPU_FACTS = (
     "driver",
@@ -48,9 +35,13 @@ _GPU_FACTS = (
     "sm_clock_mhz",
     "memory_clock_mhz",
     "throttle_reasons",
+    "violations_ns",
     "temperature_c",
     "power_w",
 )
+
+_NOT_AVAILABLE = frozenset({0xFFFFFFFF, 0xFFFFFFFF / 1000, 0xFFFFFFFFFFFFFFFF})
+"""NVML_VALUE_NOT_AVAILABLE (nvml.h) as the widths and units that are read here show it."""
 
 _MIG = re.compile(r"\s+MIG\s+(\S+)$")
 
@@ -145,14 +136,28 @@ def read_machine(gpus: int | None = None) -> Machine:
 
 
 def read_clocks(gpus: int = 1) -> dict[str, Any]:
-    """Clocks, throttle reasons, temperature and power of the first `gpus` visible GPUs, one entry a GPU, read now.
+    """Load of the host; clocks, throttle reasons, temperature and power of the first `gpus` visible GPUs, read now.
 
     Read again after a run, so that the record shows what the GPU did under load. Facts that cannot be read are None
     with the reason under "unavailable", as in `Machine.record`.
     """
     facts = _Facts()
-    facts.record.update(_dynamic(_visible(facts)[:gpus], facts.unavailable))
+    facts.read("load_average", _load_average)
+    facts.record.update(_dynamic(_visible(facts)[:gpus] if gpus else [], facts.unavailable))
     return facts.finish()
+
+
+def throttle_watch(machine: Machine) -> throttle.Watch:
+    """Watches the GPUs used while cases are measured; without GPUs it never repeats any."""
+
+    def read() -> list[throttle.Reading]:
+        found = _dynamic(_visible(_Facts())[: machine.gpu_count], {}, ("throttle_reasons", "violations_ns"))
+        return [
+            throttle.Reading(None if reasons is None else tuple(reasons), counters)
+            for reasons, counters in zip(*found.values(), strict=True)
+        ]
+
+    return throttle.Watch(read if machine.has_gpu else list)
 
 
 class _Facts:
@@ -176,6 +181,9 @@ def _read(name: str, query: Callable[[], Any], unavailable: dict[str, str]) -> A
     except Exception as e:  # one failing query, of whatever kind, must leave the other facts standing
         unavailable[name] = f"{type(e).__name__}: {e}"
         return None
+    if isinstance(value, int | float) and value in _NOT_AVAILABLE:
+        unavailable[name] = f"NVML answers {value:g}, which stands for not available"
+        return None
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -184,6 +192,7 @@ def _read_host(facts: _Facts) -> None:
     facts.record["platform"] = platform.platform()
     facts.read("cpu_name", _cpu_name)
     facts.read("host_memory_bytes", _host_memory)
+    facts.read("load_average", _load_average)
     facts.read("torch", lambda: importlib.metadata.version("torch"))
     facts.read("torch_cuda", _torch_cuda)
 
@@ -201,6 +210,11 @@ def _host_memory() -> int:
     if not found:
         raise LookupError("/proc/meminfo has no MemTotal")
     return int(found.group(1)) * 1024
+
+
+def _load_average() -> float:
+    """Processes that ran or waited to run, mean over the last minute: above `cores`, CPU times are those of a crowd."""
+    return round(os.getloadavg()[0], 2)
 
 
 def _torch_cuda() -> str:
@@ -255,10 +269,16 @@ def _read_gpu(facts: _Facts, gpu: cuda_driver.Gpu) -> None:
 
     nvml_fact("driver", lambda nvml, _: nvml.nvmlSystemGetDriverVersion())
     nvml_fact("cuda_driver", lambda nvml, _: _cuda_version(nvml.nvmlSystemGetCudaDriverVersion()))
-    nvml_fact("power_limit_w", lambda nvml, board: nvml.nvmlDeviceGetPowerManagementLimit(board) / 1000)
-    nvml_fact("default_power_limit_w", lambda nvml, board: nvml.nvmlDeviceGetPowerManagementDefaultLimit(board) / 1000)
+    nvml_fact("power_limit_w", lambda nvml, board: _watts(nvml.nvmlDeviceGetPowerManagementLimit(board)))
+    nvml_fact("default_power_limit_w", lambda nvml, board: _watts(nvml.nvmlDeviceGetPowerManagementDefaultLimit(board)))
     nvml_fact("max_sm_clock_mhz", lambda nvml, board: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM))
     nvml_fact("max_memory_clock_mhz", lambda nvml, board: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM))
+
+
+def _watts(milliwatts: int) -> float:
+    if milliwatts <= 0:
+        raise LookupError(f"NVML answers {milliwatts} mW, which is no limit")
+    return milliwatts / 1000
 
 
 def _cuda_version(number: int) -> str:
@@ -268,13 +288,18 @@ def _cuda_version(number: int) -> str:
 _DYNAMIC: dict[str, Callable[[Any, Any], Any]] = {
     "sm_clock_mhz": lambda nvml, board: nvml.nvmlDeviceGetClockInfo(board, nvml.NVML_CLOCK_SM),
     "memory_clock_mhz": lambda nvml, board: nvml.nvmlDeviceGetClockInfo(board, nvml.NVML_CLOCK_MEM),
-    "throttle_reasons": lambda nvml, board: _throttle_names(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)),
+    "throttle_reasons": lambda nvml, board: throttle.reason_names(
+        nvml.nvmlDeviceGetCurrentClocksThrottleReasons(board)
+    ),
+    "violations_ns": throttle.violations_ns,
     "temperature_c": lambda nvml, board: nvml.nvmlDeviceGetTemperature(board, nvml.NVML_TEMPERATURE_GPU),
     "power_w": lambda nvml, board: nvml.nvmlDeviceGetPowerUsage(board) / 1000,
 }
 
 
-def _dynamic(gpus: list[cuda_driver.Gpu], unavailable: dict[str, str]) -> dict[str, list[Any]]:
+def _dynamic(
+    gpus: list[cuda_driver.Gpu], unavailable: dict[str, str], names: Iterable[str] = tuple(_DYNAMIC)
+) -> dict[str, list[Any]]:
     """Facts that change while a run goes on, one entry a GPU."""
 
     def read(name: str, gpu: cuda_driver.Gpu) -> Any:
@@ -282,11 +307,7 @@ def _dynamic(gpus: list[cuda_driver.Gpu], unavailable: dict[str, str]) -> dict[s
 
         return _DYNAMIC[name](nvml, _handles(gpu)[1])
 
-    return {name: [_read(name, partial(read, name, gpu), unavailable) for gpu in gpus] for name in _DYNAMIC}
-
-
-def _throttle_names(mask: int) -> list[str]:
-    return [name for bit, name in _THROTTLE_BITS.items() if mask & bit]
+    return {name: [_read(name, partial(read, name, gpu), unavailable) for gpu in gpus] for name in names}
 
 
 def _hyphens(text: str) -> str:

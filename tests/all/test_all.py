@@ -326,3 +326,34 @@ def test_run_records_here_are_one_line_a_run(checkout):
     checkout.run()
     lines = (checkout.results / HERE / "runs.jsonl").read_text().splitlines()
     assert [json.loads(line)["device"] for line in lines] == [HERE]
+
+
+KEEPING = """
+    NAME, CLAIMS, NEEDS, PARAMETERS = "keeping", (), (), ("x",)
+    def cases(profile, machine): return [Case({"x": x}) for x in (1, 2)]
+    def measure(case, machine, inputs):
+        LOG(f"keeping {case.key['x']}")
+        return [exactly(1.0)]
+    def forget(case, machine): LOG(f"forget {case.key['x']}")
+    def evidence(rows): return []
+    def draw(rows): return []
+"""
+
+
+def test_a_throttled_case_is_repeated_and_marked_where_it_persists(checkout, monkeypatch):
+    from repro import runner
+    from repro.measure.throttle import Reading, Watch
+
+    heat = iter([0, 10**12, 2 * 10**12, 3 * 10**12, *[3 * 10**12] * 4])  # the first case twice, the second never
+    watch = Watch(lambda: [Reading((), {"thermal": next(heat)})], sleep=lambda seconds: None)
+    monkeypatch.setattr(runner, "throttle_watch", lambda machine: watch)
+    checkout.suite("keeping", KEEPING)
+    done = checkout.run("--only", "keeping")
+    assert done.exit_code == 0, done.output
+    assert "keeping: throttled twice, kept and marked (x=1): thermal" in " ".join(done.output.split())
+    assert checkout.logged() == ["keeping 1", "forget 1", "keeping 1", "keeping 2"]
+    rows = Store(checkout.results).rows("keeping")
+    assert rows[rows["metric"] == "throttled"][["x", "unit", "value"]].to_numpy().tolist() == [[1, "flag", 1.0]]
+    assert len(rows) == 3
+    (run,) = Store(checkout.results).runs(HERE)
+    assert run["end"]["clocks"]["throttled"] == [{"suite": "keeping", "case": {"x": 1}, "reasons": ["thermal"]}]

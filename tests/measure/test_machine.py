@@ -46,8 +46,14 @@ class FakeNvml:
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
-    def __init__(self, broken: tuple[str, ...] = (), limit_w: float = 700.0) -> None:
-        self.broken, self.limit_w = broken, limit_w
+    def __init__(
+        self,
+        broken: tuple[str, ...] = (),
+        limit_w: float = 700.0,
+        error: type[Exception] = PermissionError,
+        **others: Any,
+    ) -> None:
+        self.broken, self.limit_w, self.error, self.others = broken, limit_w, error, others
         self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -64,6 +70,8 @@ class FakeNvml:
             "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4 | 0x40,
             "nvmlDeviceGetTemperature": 41,
             "nvmlDeviceGetPowerUsage": 123_000,
+            "nvmlDeviceGetViolationStatus": lambda board, policy: SimpleNamespace(violationTime=10 * policy),
+            **self.others,
         }
         if name not in answers:
             raise AttributeError(name)
@@ -71,7 +79,7 @@ class FakeNvml:
         def answer(*arguments: Any) -> Any:
             self.asked += [a for a in arguments if isinstance(a, str)]
             if name in self.broken:
-                raise PermissionError(f"{name} is not permitted")
+                raise self.error(f"{name} is not permitted")
             value = answers[name]
             return value(*arguments) if callable(value) else value
 
@@ -107,6 +115,7 @@ def test_gpu_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (r["driver"], r["cuda_driver"], r["power_limit_w"]) == ("580.159.03", "13.0", 700.0)
     assert r["throttle_reasons"] == [["sw_power_cap", "hw_thermal_slowdown"]]
     assert r["sm_clock_mhz"] == [1755] and set(r["unavailable"]) == {"mig_profile"}
+    assert r["violations_ns"] == [{"power": 0, "thermal": 10, "board_limit": 30, "reliability": 50}]
     json.dumps(r)
 
 
@@ -142,11 +151,105 @@ def test_a_query_that_fails_costs_its_own_facts_only(monkeypatch: pytest.MonkeyP
     assert r["max_sm_clock_mhz"] == 1980 and r["temperature_c"] == [41]
 
 
-def test_gpu_without_nvml_still_counts_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, [H200], None)  # None in sys.modules makes the import fail
+class NotSupported(Exception):
+    """As NVML's own under WSL and for MIG instances."""
+
+
+class NoLibrary(Exception):
+    """As NVML's own where libnvidia-ml is missing, or the driver not loaded."""
+
+
+NVML_FACTS = {
+    "driver", "cuda_driver", "power_limit_w", "default_power_limit_w", "max_sm_clock_mhz", "max_memory_clock_mhz",
+    "sm_clock_mhz", "memory_clock_mhz", "throttle_reasons", "violations_ns", "temperature_c", "power_w",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nvml", "told"),
+    [
+        (None, "pynvml"),  # the package is missing
+        (FakeNvml(("nvmlInit",), error=NoLibrary), "NoLibrary: nvmlInit"),
+        (FakeNvml(("nvmlDeviceGetHandleByUUID",)), "PermissionError: nvmlDeviceGetHandleByUUID"),
+    ],
+)
+def test_without_nvml_every_fact_of_it_says_why_and_the_rest_stands(
+    monkeypatch: pytest.MonkeyPatch, nvml: Any, told: str
+) -> None:
+    install(monkeypatch, [H200], nvml)
     m = read_machine()
     assert (m.slug, m.sm_count, m.memory_bytes) == ("nvidia-h200", 132, 150 << 30)
-    assert m.record["driver"] is None and "driver" in m.record["unavailable"]
+    for name in NVML_FACTS:
+        assert m.record[name] in (None, [None]) and told in m.record["unavailable"][name], name
+    clocks = read_clocks(1)
+    assert clocks["sm_clock_mhz"] == [None] and told in clocks["unavailable"]["sm_clock_mhz"]
+    assert machine.throttle_watch(m).measure(lambda: 7) == (7, []), "what cannot be read accuses nobody"
+
+
+def test_under_wsl_what_is_unsupported_is_told_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsupported = ("nvmlDeviceGetPowerManagementDefaultLimit", "nvmlDeviceGetClockInfo", "nvmlDeviceGetViolationStatus",
+                   "nvmlDeviceGetCurrentClocksThrottleReasons")  # fmt: skip
+    install(monkeypatch, [H200], FakeNvml(unsupported, error=NotSupported))
+    r = read_machine().record
+    lost = {"default_power_limit_w", "sm_clock_mhz", "memory_clock_mhz", "violations_ns", "throttle_reasons"}
+    assert {n for n in NVML_FACTS if r[n] in (None, [None])} == lost
+    assert all("NotSupported" in r["unavailable"][n] for n in lost)
+    assert r["temperature_c"] == [41]
+
+
+def test_a_mig_instance_without_its_boards_clocks_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = ("nvmlDeviceGetDeviceHandleFromMigDeviceHandle",)
+    install(monkeypatch, [SLICE], FakeNvml(broken, error=NotSupported))
+    m = read_machine()
+    assert (m.slug, m.sm_count, m.memory_bytes) == ("nvidia-a100-sxm4-40gb-mig-1g-5gb", 14, 5 << 30)
+    assert all(broken[0] in m.record["unavailable"][n] for n in ("power_limit_w", "sm_clock_mhz", "violations_ns"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        ({"nvmlDeviceGetPowerManagementLimit": 0xFFFFFFFF}, "power_limit_w"),
+        ({"nvmlDeviceGetPowerManagementLimit": 0}, "power_limit_w"),
+        ({"nvmlDeviceGetMaxClockInfo": 0xFFFFFFFF}, "max_sm_clock_mhz"),
+    ],
+)
+def test_an_answer_that_stands_for_none_is_none(
+    monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], name: str
+) -> None:
+    install(monkeypatch, [H200], FakeNvml(**answer))
+    m = read_machine()
+    assert m.slug == "nvidia-h200"
+    assert m.record[name] is None and "NVML answers" in m.record["unavailable"][name]
+
+
+def test_idle_clocks_are_told_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = {"nvmlDeviceGetClockInfo": 210, "nvmlDeviceGetCurrentClocksThrottleReasons": 0x1}
+    install(monkeypatch, [H200], FakeNvml(**idle))
+    r = read_machine().record
+    assert (r["sm_clock_mhz"], r["throttle_reasons"], r["max_sm_clock_mhz"]) == ([210], [["gpu_idle"]], 1980)
+    assert machine.throttle_watch(read_machine()).measure(lambda: 7) == (7, [])
+
+
+def test_the_watch_sees_heat_on_the_gpus_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    heat = iter(range(100))
+    grows = {"nvmlDeviceGetViolationStatus": lambda board, policy: SimpleNamespace(violationTime=10**12 * next(heat)),
+             "nvmlDeviceGetCurrentClocksThrottleReasons": 0x1}  # fmt: skip
+    install(monkeypatch, [H200, H200], FakeNvml(**grows))
+    watch = machine.throttle_watch(read_machine(2))
+    watch.sleep = lambda seconds: None
+    assert watch.measure(lambda: 7) == (7, ["board_limit", "reliability", "thermal"])
+
+
+def test_load_is_recorded_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (3.14159, 1.0, 1.0))
+    assert read_machine(0).record["load_average"] == 3.14
+    assert read_clocks(0)["load_average"] == 3.14
+
+    def unknown() -> None:
+        raise OSError("no load here")
+
+    monkeypatch.setattr("os.getloadavg", unknown)
+    assert read_machine(0).record["unavailable"]["load_average"] == "OSError: no load here"
 
 
 def test_pytorch_without_cuda_means_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
