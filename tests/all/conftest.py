@@ -36,7 +36,7 @@ SPEED = """
         figure, axes = style.subplots()
         style.series(axes[0, 0], rows["tokens"], rows["value"], "fused", low=rows["ci_low"], high=rows["ci_high"])
         style.paper_value(axes[0, 0], 3.21, "paper")
-        style.legend(axes[0, 0], rows["kind"])
+        style.legend(figure, rows["kind"])
         return [Figure("speed", figure, "speed against tokens", ("K1",))]
 """
 
