@@ -22,7 +22,7 @@ from repro.wan.parallel import Checkpointing
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, in optimizer steps. save_every: between checkpoints; the last step is saved too. 0: none is."""
+    """How long a run is, in optimizer steps. save_every: between checkpoints; the last step has one too. 0: none."""
 
     steps: int
     save_every: int = 500

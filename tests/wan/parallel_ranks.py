@@ -22,9 +22,9 @@ def micro_batches(step: int, rank: int) -> list[MicroBatch]:
     return [MicroBatch(standin.SHAPES[(rank + i) % 3], (10 * step + 2 * rank + i,), (0.25,)) for i in range(2)]
 
 
-def losses_after(parallelism: Parallelism) -> list[float]:
+def losses_after(parallelism: Parallelism, device: str) -> list[float]:
     """Losses of three steps."""
-    world = join("cpu")
+    world = join(device)
     engine = Engine(standin.make(), standin.losses, parallelism, SETTINGS, world)
     found = []
     for step in range(3):
@@ -78,10 +78,10 @@ def non_finite() -> None:
             assert not result.skipped and result.loss == result.loss
 
 
-def every_form() -> None:
+def every_form(device: str = "cpu") -> None:
     """The losses of a plain loop, to float64 rounding, for every sync and checkpointing; and they fall."""
-    expected = plain_losses(join("cpu").size)
+    expected = plain_losses(join(device).size)
     assert expected[2] < expected[0]
     for sync, checkpointing in itertools.product(("micro_batch", "step"), ("none", "selective", "full")):
-        got = losses_after(Parallelism(sync, checkpointing, compute="master"))
+        got = losses_after(Parallelism(sync, checkpointing, compute="master"), device)
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-9, atol=0)

@@ -43,7 +43,7 @@ class StandIn(nn.Module):
 
 def make(dtype: torch.dtype = torch.float64) -> StandIn:
     torch.manual_seed(1)
-    return StandIn().to(dtype)
+    return StandIn().to(dtype)  # on the CPU: sharding moves it
 
 
 def corpus(samples: int) -> Corpus:
@@ -54,11 +54,11 @@ def corpus(samples: int) -> Corpus:
 
 def losses(model: nn.Module, micro_batch: MicroBatch, epoch: int) -> Tensor:
     """[B]: squared error against a target that, as the input, follows from sample id and epoch."""
-    dtype = next(model.parameters()).dtype
+    parameter = next(model.parameters())
     tokens = Tokenizer().tokens(micro_batch.shape)
     pairs = [
         torch.randn(2, tokens, DIM, generator=torch.Generator().manual_seed(1000 * epoch + i), dtype=torch.float64)
         for i in micro_batch.sample_ids
     ]
-    x, target = torch.stack(pairs).to(dtype).unbind(1)
+    x, target = torch.stack(pairs).to(parameter.device, parameter.dtype).unbind(1)
     return (model(x) - target).square().mean(dim=(1, 2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from repro.balance import policies
 from tests.wan import gradient_ranks, ranks
 
@@ -22,3 +24,9 @@ def test_four_ranks_have_the_gradient_of_one_process():
 def test_batch_means_are_another_gradient_where_batch_sizes_differ():
     """The bars above can tell a wrong weighting apart."""
     ranks.run(gradient_ranks.mixed_shapes, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2])
+def test_wan_on_gpus_has_the_gradient_of_one_process(count):
+    ranks.run_on_gpus(gradient_ranks.on_gpus, count)

@@ -72,3 +72,9 @@ def test_waits_are_the_gathers_and_the_last_reductions(monkeypatch):
     passing.now += 0.25  # reductions, before backward() would return
     clock.backward_done()
     assert clock.stop() == (4.0 + 2 * 9.0 + 2 * 0.5 + 0.25, 2 * 1.0 + 2 * 0.5 + 0.25)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_form_trains_on_gpus_as_a_plain_loop_does_on_a_cpu(count):
+    ranks.run_on_gpus(parallel_ranks.every_form, count, "cuda")
