@@ -10,7 +10,7 @@
   const form = root.querySelector("form");
   const body = root.querySelector("tbody");
   let current = data.start;
-  let adaln = data.adaln < 0 ? "" : String(data.adaln);
+  let adaln = data.adalns[data.adaln] ?? "any";
   let mComp = data.mComp;
 
   const element = (name, text = "", className = "") => {
@@ -58,7 +58,7 @@
     show();
   };
 
-  const selects = data.dimensions.map((dimension, d) => choice(dimension.name, dimension.label, (i) => go(d, Number(i))));
+  const selects = data.dimensions.map((dimension, d) => choice(dimension.name, dimension.label, (text) => go(d, dimension.options.indexOf(text))));
   const adalnSelect = choice("adaln", "AdaLN: policies", (value) => { adaln = value; show(); });
   const mCompSelect = choice("m_comp", "M_comp", (value) => { mComp = Number(value); show(); });
 
@@ -118,20 +118,20 @@
     data.dimensions.forEach(({ options }, d) => {
       const held = new Set();
       for (const { key } of cells.values()) if (key.every((v, k) => k === d || v === current[k])) held.add(key[d]);
-      fill(selects[d], options.map((text, i) => [String(i), held.has(i) ? text : `${text} *`]), current[d]);
+      fill(selects[d], options.map((text, i) => [text, held.has(i) ? text : `${text} *`]), options[current[d]]);
     });
     const { entries } = cells.get(current.join());
     const named = entries.map(([policy, a, m, gain, low, high, tokens, share, mix, samples, n, run]) => ({ policy, adaln: a, mComp: m, gain, low, high, tokens, share, mix, samples, n, run }));
-    const adalns = [...new Set(named.map((e) => e.adaln))].sort();
-    if (!adalns.map(String).includes(adaln)) adaln = "";
+    const adalns = [...new Set(named.map((e) => e.adaln))].sort((a, b) => a - b);
+    if (!adalns.some((a) => data.adalns[a] === adaln)) adaln = "any";
     const policies = (a) => `${data.adalns[a]}: ${new Set(named.filter((e) => e.adaln === a).map((e) => e.policy)).size}`;
-    fill(adalnSelect, [["", "any"], ...adalns.map((a) => [String(a), policies(a)])], adaln);
+    fill(adalnSelect, [["any", "any"], ...adalns.map((a) => [data.adalns[a], policies(a)])], adaln);
     const bounds = [...new Set(named.map((e) => e.mComp).filter((m) => m > 0))].sort((a, b) => a - b);
     if (!bounds.includes(mComp)) mComp = bounds.includes(data.mComp) ? data.mComp : (bounds[0] ?? data.mComp);
     fill(mCompSelect, bounds.map((m) => [String(m), `x ${m}`]), mComp);
 
     const isBaseline = (e) => e.policy === data.baseline[0] && e.adaln === data.baseline[1];
-    const shown = named.filter((e) => isBaseline(e) || ((adaln === "" || e.adaln === Number(adaln)) && (!(e.mComp > 0) || e.mComp === mComp)));
+    const shown = named.filter((e) => isBaseline(e) || ((adaln === "any" || data.adalns[e.adaln] === adaln) && (!(e.mComp > 0) || e.mComp === mComp)));
     const paper = papers.get(current.join());
     const ends = shown.flatMap((e) => (e.gain === null ? [] : [e.low, e.high]));
     const low = Math.min(0, ...ends);
