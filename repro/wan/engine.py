@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from repro.balance.types import MicroBatch
-from repro.wan.parallel import Parallelism, World, parallelize, prepare_micro_batch
+from repro.wan.parallel import Parallelism, World, any_number_of_shapes, parallelize, prepare_micro_batch
 from repro.wan.waiting import WaitClock
 
 OnNonFinite = Literal["stop", "skip"]
@@ -162,11 +162,12 @@ class Engine:
         losses_of, found = losses or self.losses, []
         for i, micro_batch in enumerate(micro_batches, 1):
             prepare_micro_batch(self.model, self.parallelism, last=i == len(micro_batches))
-            losses_B = losses_of(self.model, micro_batch, epoch)
-            if losses_B.shape != (len(micro_batch.sample_ids),):
-                raise ValueError(f"losses must be [{len(micro_batch.sample_ids)}], got {list(losses_B.shape)}")
-            weights_B = torch.tensor(micro_batch.weights, dtype=losses_B.dtype, device=losses_B.device)
-            (self.world.size * (weights_B * losses_B).sum()).backward()
+            with any_number_of_shapes():
+                losses_B = losses_of(self.model, micro_batch, epoch)
+                if losses_B.shape != (len(micro_batch.sample_ids),):
+                    raise ValueError(f"losses must be [{len(micro_batch.sample_ids)}], got {list(losses_B.shape)}")
+                weights_B = torch.tensor(micro_batch.weights, dtype=losses_B.dtype, device=losses_B.device)
+                (self.world.size * (weights_B * losses_B).sum()).backward()
             self.clock.backward_done()
             found.append(losses_B.detach())
         return found

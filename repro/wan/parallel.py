@@ -6,7 +6,10 @@ dtype that the model comes in (fp32 for training), blocks compute in `compute` a
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -32,6 +35,9 @@ _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 """Outputs that `selective` keeps: attention is the one cost that grows with S^2, its output only with S."""
+
+
+_MANY = 1 << 20
 
 
 class WorldError(ValueError):
@@ -153,7 +159,8 @@ def parallelize(model: nn.Module, settings: Parallelism, world: World, clock: Wa
             block = checkpoint_wrapper(block, preserve_rng_state=False, **context)
             blocks[i] = block
         if settings.compile:
-            # The forward alone, so that FSDP's hooks around it stay outside the compiled graph.
+            # The forward alone, so that FSDP's hooks around it stay outside the compiled graph. All shapes share two
+            # versions, for one sample and for more.
             block.forward = torch.compile(block.forward, dynamic=True, fullgraph=True)
     clock.before_sharding(list(blocks))
     for block in blocks:
@@ -162,6 +169,20 @@ def parallelize(model: nn.Module, settings: Parallelism, world: World, clock: Wa
         shard(model.get_submodule(name), mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     shard(model, mp_policy=precision)
     clock.after_sharding(list(blocks))
+
+
+@contextlib.contextmanager
+def any_number_of_shapes() -> Iterator[None]:
+    """Let Dynamo compile once for each shape that comes.
+
+    Whatever is compiled here is compiled whole (`fullgraph`): past its limit, 8 versions of a function, Dynamo would
+    refuse to go on, and a corpus has more shapes than that.
+    """
+    if "torch._dynamo" not in sys.modules:  # imported, slowly, by the first call of torch.compile
+        yield
+        return
+    with torch._dynamo.config.patch(recompile_limit=_MANY, accumulated_recompile_limit=_MANY):
+        yield
 
 
 def prepare_micro_batch(model: nn.Module, settings: Parallelism, last: bool) -> None:
