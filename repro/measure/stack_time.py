@@ -105,7 +105,7 @@ class _MicroBatch:
 
     def warm_up(self) -> tuple[float, int | None]:
         """Milliseconds of one iteration, and the bytes allocated between its forward and its backward."""
-        clock = _Clock(self.device)
+        clock = Clock(self.device)
         out_BSD = self.forward()
         held = _allocated(self.device)
         out_BSD.backward(self.dout_BSD)
@@ -114,7 +114,7 @@ class _MicroBatch:
     def run(self) -> float:
         """Milliseconds of one iteration."""
         self.drop_gradients()
-        clock = _Clock(self.device)
+        clock = Clock(self.device)
         self.forward().backward(self.dout_BSD)
         return clock.stop()
 
@@ -130,7 +130,7 @@ class _MicroBatch:
                 raise FloatingPointError(f"gradient of {name} is missing or not finite after the timed iterations")
 
 
-class _Clock:
+class Clock:
     """Started on an idle device; `stop` waits for the device and returns milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
@@ -156,11 +156,11 @@ def _stack(size: ModelSize, layers: int, device: torch.device) -> BlockStack:
     torch.manual_seed(0)
     stack = BlockStack(size, layers, get_impl("eager"), device)
     if device.type == "cuda":
-        _load(device)
+        warm_clocks(device)
     return stack
 
 
-def _load(device: torch.device, seconds: float = 1.5) -> None:
+def warm_clocks(device: torch.device, seconds: float = 1.5) -> None:
     """Multiply matrices for a while, so that the first case runs at the clocks of a GPU under load."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     start = time.perf_counter()
