@@ -51,68 +51,102 @@ Tiles dtile_grid(const Problem& p, const Device& d) {
 
 }  // namespace
 
-cudaError_t forward(const Problem& p, const Tensor& x, const Modulation& shift, const Modulation& scale, float eps,
-                    const Tensor& y, float* mean, float* rstd) {
+bool residual_fits(const Problem& p, const Tensor& x, const Tensor& branch, const Tensor& y) {
   Device device;
-  if (cudaError_t e = current_device(device)) return e;
-  const ForwardArgs args{x, y, shift, scale, mean, rstd, eps, p.dim};
-  return with_types(x.type, y.type, [&](auto types) {
+  if (current_device(device) != cudaSuccess || branch.type != y.type || !vectorizable(branch, p, 8)) return false;
+  bool fits = false;
+  with_types(x.type, y.type, [&](auto types) {
     using T = decltype(types);
     using Kernels = RowKernels<typename T::x, typename T::y>;
-    const Plan plan = Kernels::forward_plan(p, x, y, device);
-    if (plan.fits) return Kernels::forward(args, p, plan, device);
+    Forward forward{};
+    forward.x = x, forward.y = y;
+    Backward backward{};
+    backward.dy = y, backward.x = x, backward.branch = branch;
+    fits = size_of(y.type) <= size_of(x.type) && Kernels::forward_fits(p, forward) &&
+           Kernels::backward_plan(p, backward, device).fits;
+    return cudaSuccess;
+  });
+  return fits;
+}
+
+cudaError_t forward(const Problem& p, const Forward& args) {
+  Device device;
+  if (cudaError_t e = current_device(device)) return e;
+  return with_types(args.x.type, args.y.type, [&](auto types) {
+    using T = decltype(types);
+    using Kernels = RowKernels<typename T::x, typename T::y>;
+    if (Kernels::forward_fits(p, args)) return Kernels::forward(args, p);
+    if (args.residual()) return cudaErrorInvalidValue;
     forward_scalar<typename T::x, typename T::y>
-        <<<scalar_grid(p, device), kScalarThreads, 0, p.stream>>>(args, p.batch, p.rows);
+        <<<scalar_grid(p, device), kScalarThreads, 0, p.stream>>>(args, p.batch, p.rows, p.dim);
     return cudaGetLastError();
   });
 }
 
-cudaError_t backward_workspace(const Problem& p, const Tensor& dy, const Tensor& x, bool dtile, size_t* bytes) {
+cudaError_t backward_workspace(const Problem& p, const Backward& args, size_t* bytes) {
+  *bytes = 0;
+  if (p.per_token) return cudaSuccess;
   Device device;
   if (cudaError_t e = current_device(device)) return e;
-  return with_types(x.type, dy.type, [&](auto types) {
+  return with_types(args.x.type, args.dy.type, [&](auto types) {
     using T = decltype(types);
-    const Plan plan = RowKernels<typename T::x, typename T::y>::backward_plan(p, x, dy, device);
-    const int64_t blocks = plan.fits && !dtile ? plan.blocks : dtile_grid(p, device).n;
-    *bytes = static_cast<size_t>(p.batch * blocks * 2 * p.dim) * sizeof(float);
+    const Plan plan = RowKernels<typename T::x, typename T::y>::backward_plan(p, args, device);
+    const int64_t blocks = plan.fits && !args.dtile ? plan.blocks : dtile_grid(p, device).n;
+    *bytes = static_cast<size_t>(p.batch * blocks * sums_of(args.residual()) * p.dim) * sizeof(float);
     return cudaSuccess;
   });
 }
 
-cudaError_t backward(const Problem& p, const Tensor& dy, const Tensor& x, const Modulation& scale, const float* mean,
-                     const float* rstd, const Tensor& dx, const Gradient& dshift, const Gradient& dscale,
-                     void* workspace, bool dtile) {
+namespace {
+
+// Its blocks may be placed while the kernel that writes the partial sums is still running.
+cudaError_t finish(const Problem& p, const Backward& args, int blocks, const Device& d) {
+  const int sums = sums_of(args.residual()), wanted = args.gate.data != nullptr ? 3 : 2;
+  const int tiles = (wanted * p.dim + 31) / 32;
+  const int64_t grid = p.batch * tiles;
+  if (grid > 0x7fffffff) return cudaErrorInvalidValue;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(grid);
+  config.blockDim = 32 * kFinishWarps;
+  config.stream = p.stream;
+  config.attrs = &overlap;
+  config.numAttrs = d.bulk ? 1 : 0;
+  return cudaLaunchKernelEx(&config, finish_gradients, static_cast<const float*>(args.workspace), blocks, sums, wanted,
+                            p.dim, tiles, Gradients{{args.dscale, args.dshift, args.dgate}});
+}
+
+}  // namespace
+
+cudaError_t backward(const Problem& p, const Backward& args) {
   Device device;
   if (cudaError_t e = current_device(device)) return e;
-  float* const partial = static_cast<float*>(workspace);
-  const BackwardArgs args{dy, x, dx, scale, mean, rstd, partial, p.dim};
-  return with_types(x.type, dy.type, [&](auto types) {
+  return with_types(args.x.type, args.dy.type, [&](auto types) {
     using T = decltype(types);
     using Kernels = RowKernels<typename T::x, typename T::y>;
-    const Plan plan = Kernels::backward_plan(p, x, dy, device);
+    const Plan plan = Kernels::backward_plan(p, args, device);
     int blocks = plan.blocks;
     if (plan.fits) {
-      if (cudaError_t e = Kernels::backward(args, p, plan, !dtile, device)) return e;
+      if (cudaError_t e = Kernels::backward(args, p, plan, device)) return e;
     } else {
+      if (args.residual()) return cudaErrorInvalidValue;
       backward_scalar<typename T::x, typename T::y>
-          <<<scalar_grid(p, device), kScalarThreads, 0, p.stream>>>(args, p.batch, p.rows);
+          <<<scalar_grid(p, device), kScalarThreads, 0, p.stream>>>(args, p.batch, p.rows, p.dim, p.per_token);
       if (cudaError_t e = cudaGetLastError()) return e;
     }
-    if (dtile || !plan.fits) {
+    if (p.per_token) return cudaSuccess;
+    if (args.dtile || !plan.fits) {
       const Tiles tiles = dtile_grid(p, device);
       blocks = tiles.n;
       const int64_t grid = p.batch * tiles.d * tiles.n;
       if (grid > 0x7fffffff) return cudaErrorInvalidValue;
-      backward_dtile<typename T::x, typename T::y>
-          <<<static_cast<unsigned>(grid), kScalarThreads, 0, p.stream>>>(args, p.rows, tiles.d, tiles.n);
+      backward_dtile<typename T::x, typename T::y><<<static_cast<unsigned>(grid), kScalarThreads, 0, p.stream>>>(
+          args, static_cast<float*>(args.workspace), p.rows, p.dim, tiles.d, tiles.n);
       if (cudaError_t e = cudaGetLastError()) return e;
     }
-    const int column_tiles = (2 * p.dim + 31) / 32;
-    const int64_t grid = p.batch * column_tiles;
-    if (grid > 0x7fffffff) return cudaErrorInvalidValue;
-    finish_gradients<<<static_cast<unsigned>(grid), 32 * kFinishWarps, 0, p.stream>>>(partial, blocks, p.dim,
-                                                                                      column_tiles, dscale, dshift);
-    return cudaGetLastError();
+    return finish(p, args, blocks, device);
   });
 }
 

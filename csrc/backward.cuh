@@ -1,4 +1,5 @@
-// Backward in one pass over x and dy: dx, and per-block fp32 partial sums of dscale and dshift.
+// Backward in one pass over its inputs: dx (and dbranch), and per-block fp32 partial sums of the modulation's
+// gradients.
 #pragma once
 
 #include "reduce.cuh"
@@ -6,44 +7,87 @@
 
 namespace adaln {
 
-struct BackwardArgs {
-  Tensor dy, x, dx;
-  Modulation scale;
-  const float* mean;
-  const float* rstd;
-  float* partial;  // [B, blocks, 2, D]: dscale, then dshift
-  int dim;
-};
+// Upper bound of a block's size, which sets how many registers a thread may have (128, or 255).
+constexpr int backward_threads(int vectors, int elements) { return vectors * elements <= 16 ? 512 : 256; }
 
-// Accumulate = false leaves the sums to a separate reduction (the paper's D-tile).
-template <typename X, typename Y, int V, int R, bool Accumulate, bool Keep>
-__global__ void __launch_bounds__(max_threads(V, kElements<X, Y>))
-    backward_rows(const BackwardArgs a, const Loop loop) {
+// Sums over rows that a block keeps and writes to partial [B, blocks, kSums, D], in this order.
+enum Sum { kDscale = 0, kDshift = 1, kDgate = 2 };
+__host__ __device__ constexpr int sums_of(bool residual) { return residual ? 3 : 2; }
+
+// Sums = false leaves dscale and dshift to a separate reduction (the paper's D-tile).
+template <typename X, typename Y, int V, int R, bool Keep, bool Residual, bool PerToken, bool Sums>
+__global__ void __launch_bounds__(backward_threads(V, kElements<X, Y>))
+    backward_rows(const Backward a, float* const partial, const Loop loop) {
   constexpr int E = kElements<X, Y>;
+  constexpr int kSums = sums_of(Residual);
+  constexpr bool kFuse = sizeof(X) == 2 && sizeof(Y) == 2;
+  static_assert(!PerToken || !Sums, "per token there is nothing to sum");
+  static_assert(!PerToken || R == 1, "a row of modulations at a time");
+  static_assert(!Residual || !Keep, "dh and branch are read after the barrier");
   extern __shared__ __align__(128) char shared[];
   __shared__ __align__(16) float sums[2][16][2 * R];  // of g, and of g * xhat, by warp
 
   const int64_t sample = blockIdx.x / loop.blocks;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  RowReader<X, Y, E, V, R, true, Keep> reader(loop, operand_of(a.x, sample, sizeof(X)),
-                                              operand_of(a.dy, sample, sizeof(Y)), shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, dim = loop.vectors * E;
+  constexpr int kX = 0, kDy = 1, kDh = 2, kBranch = 3;
+  auto reader = [&] {
+    const Operand x = operand_of(a.x, sample, sizeof(X)), dy = operand_of(a.dy, sample, sizeof(Y));
+    if constexpr (Residual) {
+      // Without a gate nothing depends on the branch.
+      const Operand dh = operand_of(a.dh, sample, sizeof(X));
+      const Operand branch = operand_of(a.gate.data != nullptr ? a.branch : Tensor{}, sample, sizeof(Y));
+      return RowReader<E, V, R, Keep, sizeof(X), sizeof(Y), sizeof(X), sizeof(Y)>(loop, {x, dy, dh, branch}, shared);
+    } else {
+      return RowReader<E, V, R, Keep, sizeof(X), sizeof(Y)>(loop, {x, dy}, shared);
+    }
+  }();
+  const bool gated = Residual && a.gate.data != nullptr;
 
-  float gain[V][E], dscale[V][E], dshift[V][E];
+  // Of the features that this thread owns; per token they change with the row.
+  float gain[V][E], gate[Residual ? V : 1][E];
+  const auto load_modulations = [&](int64_t row) {
+    with_type(a.scale.type, [&](auto type) {
 #pragma unroll
-  for (int v = 0; v < V; ++v) {
-    const int i = threadIdx.x + v * blockDim.x;
-    if (i < loop.vectors) load_modulation(a.scale, sample, static_cast<int64_t>(i) * E, gain[v]);
+      for (int v = 0; v < V; ++v) {
+        const int i = threadIdx.x + v * blockDim.x;
+        if (i < loop.vectors) {
+          load_modulation<decltype(type)>(a.scale, sample, row, static_cast<int64_t>(i) * E, gain[v]);
+        }
 #pragma unroll
-    for (int e = 0; e < E; ++e) {
-      gain[v][e] = i < loop.vectors ? gain[v][e] + 1.0f : 0.0f;
-      dscale[v][e] = dshift[v][e] = 0.0f;
+        for (int e = 0; e < E; ++e) gain[v][e] = i < loop.vectors ? gain[v][e] + 1.0f : 0.0f;
+      }
+    });
+    if constexpr (Residual) {
+      if (!gated) return;
+      with_type(a.gate.type, [&](auto type) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const int i = threadIdx.x + v * blockDim.x;
+          if (i < loop.vectors) {
+            load_modulation<decltype(type)>(a.gate, sample, row, static_cast<int64_t>(i) * E, gate[v]);
+          }
+        }
+      });
+    }
+  };
+  if constexpr (!PerToken) load_modulations(0);
+
+  float sum_of[Sums ? kSums : 1][V][E];
+#pragma unroll
+  for (int k = 0; k < (Sums ? kSums : 1); ++k) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+#pragma unroll
+      for (int e = 0; e < E; ++e) sum_of[k][v][e] = 0.0f;
     }
   }
-  const float per_row = 1.0f / static_cast<float>(a.dim);
+
+  const float per_row = 1.0f / static_cast<float>(dim);
   const float* const mean_of = a.mean + sample * loop.rows;
   const float* const rstd_of = a.rstd + sample * loop.rows;
-  char* const dx_base = static_cast<char*>(a.dx.data) + sample * a.dx.batch_stride * static_cast<int64_t>(sizeof(X));
-
+  const auto row_of = [&](const Tensor& t, int64_t row, int element) {
+    return static_cast<char*>(t.data) + (sample * t.batch_stride + row * t.row_stride) * element;
+  };
   // The statistics of the next group are fetched one iteration ahead; rows past the end count as zeros.
   float next_mean[R], next_rstd[R];
   const auto fetch = [&](int64_t group) {
@@ -54,14 +98,14 @@ __global__ void __launch_bounds__(max_threads(V, kElements<X, Y>))
       next_rstd[r] = row < loop.rows ? __ldg(rstd_of + row) : 0.0f;
     }
   };
-  // (x - mean) * rstd: the fused form x * rstd - mean * rstd would round away a spread of 1 on a mean of 1e4 in float.
-  const auto normalise = [](float x, float mean, float rstd, float offset) {
-    if constexpr (sizeof(X) == 4) return (x - mean) * rstd;
-    return fmaf(x, rstd, offset);
-  };
   fetch(reader.group());
 
   for (int buffer = 0; reader.valid(); buffer ^= 1) {
+    const int64_t row = reader.first_row();
+    const int count = reader.count();
+    if constexpr (PerToken) {
+      load_modulations(row);
+    }
     float mean[R], rstd[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) mean[r] = next_mean[r], rstd[r] = next_rstd[r];
@@ -77,20 +121,20 @@ __global__ void __launch_bounds__(max_threads(V, kElements<X, Y>))
       float g_sum = 0.0f, gx_sum = 0.0f;
 #pragma unroll
       for (int v = 0; v < V; ++v) {
-        x[r][v] = reader.a(r, v);
-        dy[r][v] = reader.b(r, v);
+        x[r][v] = reader.template get<kX, X>(r, v);
+        dy[r][v] = reader.template get<kDy, Y>(r, v);
         float xf[E], yf[E];
         unpack(x[r][v], xf);
         unpack(dy[r][v], yf);
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-          const float xhat = normalise(xf[e], mean[r], rstd[r], offset);
+          const float xhat = normalise<X, Y>(xf[e], mean[r], rstd[r], offset);
           const float g = yf[e] * gain[v][e];
           g_sum += g;
           gx_sum = fmaf(g, xhat, gx_sum);
-          if constexpr (Accumulate) {
-            dshift[v][e] += yf[e];
-            dscale[v][e] = fmaf(yf[e], xhat, dscale[v][e]);
+          if constexpr (Sums) {
+            sum_of[kDshift][v][e] += yf[e];
+            sum_of[kDscale][v][e] = fmaf(yf[e], xhat, sum_of[kDscale][v][e]);
           }
         }
       }
@@ -98,8 +142,6 @@ __global__ void __launch_bounds__(max_threads(V, kElements<X, Y>))
     }
     warp_sum_scatter(sum);
     if (lane % (16 / R) == 0) sums[buffer][warp][lane / (16 / R)] = sum[0];
-    const int64_t row = reader.first_row();
-    const int count = reader.count();
     __syncthreads();
     reader.refill();
 
@@ -115,42 +157,73 @@ __global__ void __launch_bounds__(max_threads(V, kElements<X, Y>))
       if (r >= count) break;
       const float offset = -mean[r] * rstd[r];
       const float g_mean = total[2 * r] * per_row * rstd[r], gx_mean = total[2 * r + 1] * per_row * rstd[r];
-      char* const dx_row = dx_base + (row + r) * a.dx.row_stride * static_cast<int64_t>(sizeof(X));
+      const float slope = -rstd[r] * gx_mean, constant = -g_mean - offset * gx_mean;
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const int i = threadIdx.x + v * blockDim.x;
-        float xf[E], yf[E];
-        unpack(Keep ? x[r][v] : reader.a(r, v), xf);
-        unpack(Keep ? dy[r][v] : reader.b(r, v), yf);
+        const int64_t at = static_cast<int64_t>(i) * E;
+        float xf[E], yf[E], dx[E];
+        unpack(Keep ? x[r][v] : reader.template get<kX, X>(r, v), xf);
+        unpack(Keep ? dy[r][v] : reader.template get<kDy, Y>(r, v), yf);
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-          const float xhat = normalise(xf[e], mean[r], rstd[r], offset);
           const float g = yf[e] * gain[v][e];
-          xf[e] = fmaf(g, rstd[r], -g_mean) - xhat * gx_mean;
+          // rstd * (g - mean(g) - xhat * mean(g * xhat)), with xhat opened where it is fused anyway.
+          if constexpr (kFuse) {
+            dx[e] = fmaf(g, rstd[r], fmaf(xf[e], slope, constant));
+          } else {
+            const float xhat = (xf[e] - mean[r]) * rstd[r];
+            dx[e] = fmaf(g, rstd[r], -g_mean) - xhat * gx_mean;
+          }
+          if constexpr (PerToken) yf[e] *= normalise<X, Y>(xf[e], mean[r], rstd[r], offset);
         }
-        if (i < loop.vectors) {
-          Pack<X, E> out;
-          pack(xf, out);
-          out.store(dx_row + static_cast<int64_t>(i) * E * sizeof(X));
+        if constexpr (Residual) {
+          float dh[E];
+          unpack(reader.template get<kDh, X>(r, v), dh);
+#pragma unroll
+          for (int e = 0; e < E; ++e) dx[e] += dh[e];
+        }
+        if (i >= loop.vectors) continue;
+        Pack<X, E> out;
+        pack(dx, out);
+        out.store(row_of(a.dx, row + r, sizeof(X)) + at * sizeof(X));
+        if constexpr (PerToken) store_gradient(a.dscale, (sample * loop.rows + row + r) * dim + at, yf);
+        if constexpr (Residual) {
+          if (!gated) continue;
+          float b[E];
+          unpack(reader.template get<kBranch, Y>(r, v), b);
+          Pack<Y, E> dbranch;
+#pragma unroll
+          for (int e = 0; e < E; ++e) {
+            b[e] *= dx[e];
+            if constexpr (Sums) sum_of[kSums - 1][v][e] += b[e];
+            dx[e] *= gate[v][e];
+          }
+          pack(dx, dbranch);
+          dbranch.store(row_of(a.dbranch, row + r, sizeof(Y)) + at * sizeof(Y));
+          if constexpr (PerToken) store_gradient(a.dgate, (sample * loop.rows + row + r) * dim + at, b);
         }
       }
     }
     reader.advance();
   }
 
-  if constexpr (Accumulate) {
-    float* const out = a.partial + static_cast<int64_t>(blockIdx.x) * 2 * a.dim;
+#if ADALN_BULK
+  launch_dependents();
+#endif
+  if constexpr (Sums) {
+    float* const out = partial + static_cast<int64_t>(blockIdx.x) * kSums * dim;
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int i = threadIdx.x + v * blockDim.x;
-      if (i < loop.vectors) {
+    for (int k = 0; k < kSums; ++k) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int i = threadIdx.x + v * blockDim.x;
+        if (i >= loop.vectors) continue;
 #pragma unroll
         for (int e = 0; e < E; e += 4) {
-          const int64_t d = static_cast<int64_t>(i) * E + e;
-          *reinterpret_cast<float4*>(out + d) =
-              make_float4(dscale[v][e], dscale[v][e + 1], dscale[v][e + 2], dscale[v][e + 3]);
-          *reinterpret_cast<float4*>(out + a.dim + d) =
-              make_float4(dshift[v][e], dshift[v][e + 1], dshift[v][e + 2], dshift[v][e + 3]);
+          const float* const s = &sum_of[k][v][e];
+          *reinterpret_cast<float4*>(out + k * dim + static_cast<int64_t>(i) * E + e) =
+              make_float4(s[0], s[1], s[2], s[3]);
         }
       }
     }

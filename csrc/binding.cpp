@@ -65,13 +65,20 @@ adaln::Tensor tensor_of(const Tensor& t, const Shape& shape) {
   return {t.data_ptr(), dtype_of(t.scalar_type()), batch, row};
 }
 
-// shift, scale or gate with its frames, if it has any, one stride apart.
-Tensor with_even_frames(const Tensor& m, const Shape& shape) {
+// shift, scale or gate as the row kernels read it, which is as it comes but for odd views: frames one stride apart,
+// features side by side, rows of 16-byte alignment where their length allows it.
+Tensor with_dense_features(const Tensor& m, const Shape& shape) {
   const bool even = shape.frames == 1 || m.dim() == 3 || m.size(0) <= 1 || m.stride(0) == m.size(1) * m.stride(1);
-  return even ? m : m.contiguous();
+  bool aligned = m.size(-1) <= 1 || m.stride(-1) == 1;
+  const int64_t size = m.element_size();
+  if (shape.dim * size % 16 == 0) {
+    aligned = aligned && reinterpret_cast<uintptr_t>(m.data_ptr()) % 16 == 0;
+    for (int64_t d = 0; d + 1 < m.dim(); ++d) aligned = aligned && (m.size(d) <= 1 || m.stride(d) * size % 16 == 0);
+  }
+  return even && aligned ? m : m.clone(at::MemoryFormat::Contiguous);
 }
 
-// Of what `with_even_frames` returned, for an x of so many dimensions.
+// Of what `with_dense_features` returned, for an x of so many dimensions.
 adaln::Modulation modulation_of(const Tensor& m, const Shape& shape, int64_t x_dims) {
   const int64_t batch = shape.frames > 1 ? m.stride(-3) : x_dims == 3 ? m.stride(0) : 0;
   return {m.data_ptr(), dtype_of(m.scalar_type()), batch, shape.per_token ? m.stride(-2) : 0, m.stride(-1)};
@@ -89,9 +96,6 @@ void check(cudaError_t error) {
 Tensor empty(at::IntArrayRef sizes, const Tensor& like, ScalarType type) {
   return at::empty(sizes, like.options().dtype(type));
 }
-
-// In place of a gradient that an operator leaves out, because another tensor already holds it.
-Tensor nothing(const Tensor& like) { return empty({0}, like, like.scalar_type()); }
 
 // For arithmetic that broadcasts modulation over rows, in float32.
 Tensor rows_of(const Tensor& t, const Shape& shape) {
@@ -117,9 +121,13 @@ Outputs launch_forward(const Shape& shape, const Tensor& x_in, const Maybe& bran
   const adaln::Problem problem = problem_of(shape);
   const int64_t rows = shape.batch * shape.rows;
   const Tensor x = with_dense_rows(x_in, shape);
-  const Tensor shift = with_even_frames(shift_in, shape), scale = with_even_frames(scale_in, shape);
+  Tensor shift = with_dense_features(shift_in, shape), scale = with_dense_features(scale_in, shape);
+  if (shift.scalar_type() != scale.scalar_type()) {  // the row kernels read both as one type
+    shift = shift.to(ScalarType::Float);
+    scale = scale.to(ScalarType::Float);
+  }
   const Tensor branch = branch_in ? with_dense_rows(*branch_in, shape) : Tensor();
-  const Tensor gate = gate_in ? with_even_frames(*gate_in, shape) : Tensor();
+  const Tensor gate = gate_in ? with_dense_features(*gate_in, shape) : Tensor();
   const bool via_float = crosses(x.scalar_type(), type);
   Outputs out{{}, empty(x.sizes(), x, via_float ? ScalarType::Float : type), empty({2, rows}, x, ScalarType::Float)};
   adaln::Forward args{};
@@ -149,6 +157,10 @@ Outputs launch_forward(const Shape& shape, const Tensor& x_in, const Maybe& bran
   return out;
 }
 
+// Sizes in place of a gradient that an operator leaves out, because another tensor already holds it.
+constexpr int64_t kNone[] = {0};
+constexpr at::IntArrayRef kLeftOut(kNone);
+
 struct Gradients {
   Tensor dx, dbranch, dgate, dshift, dscale;
 };
@@ -164,11 +176,11 @@ Gradients launch_backward(const Shape& shape, const Tensor& dy_in, const Maybe& 
   const Tensor dy = with_dense_rows(via_float ? dy_in.to(ScalarType::Float) : dy_in, shape);
   const Tensor dh = dh_in ? with_dense_rows(*dh_in, shape) : Tensor();
   const Tensor branch = branch_in ? with_dense_rows(*branch_in, shape) : Tensor();
-  const Tensor scale = with_even_frames(scale_in, shape);
-  const Tensor gate = gate_in ? with_even_frames(*gate_in, shape) : Tensor();
+  const Tensor scale = with_dense_features(scale_in, shape);
+  const Tensor gate = gate_in ? with_dense_features(*gate_in, shape) : Tensor();
   Gradients out;
   out.dx = empty(x.sizes(), x, x.scalar_type());
-  out.dshift = shape.per_token ? nothing(scale) : empty(scale.sizes(), scale, shift_dtype);
+  out.dshift = empty(shape.per_token ? kLeftOut : scale.sizes(), scale, shift_dtype);
   out.dscale = empty(scale.sizes(), scale, scale.scalar_type());
   if (gate.defined()) {
     out.dbranch = empty(x.sizes(), x, branch.scalar_type());
@@ -261,8 +273,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor& 
       checked_shape(h, scale, {&dy, dh ? &*dh : &dy, branch ? &*branch : &dy}, {gate ? &*gate : &scale});
   Gradients out = launch_backward(shape, dy, dh, h, branch, gate, scale, statistics, shift_dtype, false);
   if (!gate) {
-    out.dbranch = nothing(h);
-    out.dgate = nothing(h);
+    out.dbranch = empty(kLeftOut, h, h.scalar_type());
+    out.dgate = empty(kLeftOut, h, h.scalar_type());
   }
   return {std::move(out.dx), std::move(out.dbranch), std::move(out.dgate), std::move(out.dshift),
           std::move(out.dscale)};

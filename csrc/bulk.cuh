@@ -1,5 +1,5 @@
-// One-dimensional bulk copies from global to shared memory (cp.async.bulk) that complete on an mbarrier: sm_90 and
-// newer.
+// What sm_90 and newer have: one-dimensional bulk copies from global to shared memory (cp.async.bulk) that complete on
+// an mbarrier, and programmatic dependent launch.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +46,12 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
                "l"(global), "r"(bytes), "r"(shared_address(bar))
                : "memory");
 }
+
+// Lets a kernel that was launched as this one's dependent start; what it reads of ours it must still wait for.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// Waits until the kernel that this one depends on has finished and its writes are visible.
+__device__ __forceinline__ void wait_for_prerequisite() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #else
 #define ADALN_BULK 0
 #endif

@@ -15,7 +15,7 @@ struct Device {
   int multiprocessors = 0;
   int shared_per_block = 0;  // opt-in limit, bytes
   int shared_per_multiprocessor = 0;
-  bool bulk = false;  // cp.async.bulk: compute capability 9.0 and newer
+  bool bulk = false;  // compute capability 9.0 and newer: bulk copies, programmatic dependent launch
 };
 
 // Facts of the current device, read once.
@@ -51,66 +51,110 @@ inline bool vectorizable(const Tensor& t, const Problem& p, int elements) {
          (p.rows == 1 || t.row_stride * size % 16 == 0) && (p.batch == 1 || t.batch_stride * size % 16 == 0);
 }
 
-// How the row loop is laid out.
+inline bool vectorizable(const Modulation& m) {
+  const int64_t size = size_of(m.type);
+  return m.stride == 1 && (reinterpret_cast<uintptr_t>(m.data) | static_cast<uintptr_t>(m.batch_stride * size) |
+                           static_cast<uintptr_t>(m.row_stride * size)) %
+                                  16 ==
+                              0;
+}
+
+inline int threads_for(int row_vectors, int vectors) { return ((row_vectors + vectors - 1) / vectors + 31) / 32 * 32; }
+
+// A line of the forward's tables in rows_kernels.cuh: for rows of at most `row_vectors` vectors, this instance.
+struct ForwardChoice {
+  int row_vectors;
+  int vectors;  // that a thread owns in a row (V)
+  int rows;     // of a block (R)
+  int threads;  // upper bound of a block's size
+};
+
+// How the backward's row loop is laid out.
 struct Config {
-  int vectors;        // vectors that a thread owns in a row (V)
-  int rows;           // rows an iteration (R)
+  int vectors;  // that a thread owns in a row (V)
+  int rows;     // an iteration (R)
+  bool keep;
   int stages;         // depth of the ring of rows in shared memory
   int blocks_per_sm;  // persistent blocks on a multiprocessor
 };
 
-// A line of the tables in rows_kernels.cuh: for rows of at most `row_vectors` vectors, this layout.
-struct Choice {
+// A line of the backward's tables.
+struct BackwardChoice {
   int row_vectors;
   Config config;
-  bool keep;
 };
 
 struct Plan {
   bool fits = false;  // the row kernels can take this problem
   Config config{};
-  bool keep = false;
   int threads = 0;
   int blocks = 0;  // of a sample
   int shared = 0;
 };
 
-inline int threads_for(int row_vectors, int vectors) { return ((row_vectors + vectors - 1) / vectors + 31) / 32 * 32; }
-
-// Blocks of a sample: enough to fill the device with `batch` samples, no more than there are groups of rows.
+// Blocks of a sample. One sample fills the device with one wave of persistent blocks; several share it, in the fewest
+// blocks a sample whose last wave leaves no more than a tenth of the device idle (or the least that any does).
 inline int blocks_of_sample(const Problem& p, const Config& c, const Device& d) {
   const int64_t groups = (p.rows + c.rows - 1) / c.rows;
   const int64_t slots = static_cast<int64_t>(d.multiprocessors) * c.blocks_per_sm;
-  return static_cast<int>(std::max<int64_t>(1, std::min(groups, slots / p.batch)));
+  if (p.batch == 1) return static_cast<int>(std::min(groups, slots));
+  const auto filled = [&](int64_t blocks) {
+    const int64_t waves = (p.batch * blocks + slots - 1) / slots;
+    return static_cast<double>(p.batch * blocks) / static_cast<double>(waves * slots);
+  };
+  const int64_t first = std::max<int64_t>(1, slots / p.batch);
+  int64_t best = first;
+  for (int64_t blocks = first; blocks <= first + 15 && filled(best) < 0.9; ++blocks) {
+    if (filled(blocks) > filled(best)) best = blocks;
+  }
+  return static_cast<int>(std::min(groups, best));
 }
 
 // row_bytes: bytes of a row over the operands that are read.
-inline Plan make_plan(const Problem& p, int elements, int row_bytes, const Choice& choice, const Device& d) {
-  const Config& c = choice.config;
+inline Plan make_plan(const Problem& p, int elements, int row_bytes, const Config& c, const Device& d) {
   Plan plan;
   plan.config = c;
-  plan.keep = choice.keep;
   plan.threads = threads_for(p.dim / elements, c.vectors);
-  if (plan.threads > max_threads(c.vectors, elements)) return plan;
+  if (plan.threads > backward_threads(c.vectors, elements)) return plan;
+  // Narrow rows make small blocks: keep about as many threads on a multiprocessor as the tables' own rows do. Few rows
+  // are better spread over few blocks, each of which costs a partial sum.
+  const int64_t rows_per_sm = (p.batch * p.rows + d.multiprocessors - 1) / d.multiprocessors;
+  int64_t per_sm = std::max(c.blocks_per_sm, std::min(16, 384 / plan.threads));
+  per_sm = std::min(per_sm, (rows_per_sm + 7) / 8);
   if (d.bulk) {
-    const int room = d.shared_per_block - kBarrierBytes - 4096;  // the kernels' own arrays
+    const int own = 4096;  // the kernels' own arrays
+    const int room = d.shared_per_block - kBarrierBytes - own;
     plan.config.stages = std::min({c.stages, 16, room / (c.rows * row_bytes)});
     if (plan.config.stages < 2) return plan;
     plan.shared = kBarrierBytes + plan.config.stages * c.rows * row_bytes;
+    per_sm = std::min<int64_t>(per_sm, d.shared_per_multiprocessor / (plan.shared + own));
   }
-  plan.blocks = blocks_of_sample(p, c, d);
+  plan.config.blocks_per_sm = static_cast<int>(std::max<int64_t>(per_sm, 1));
+  plan.blocks = blocks_of_sample(p, plan.config, d);
   plan.fits = true;
   return plan;
 }
 
-inline Loop loop_of(const Problem& p, const Plan& plan, int elements) {
-  return {p.rows, (p.rows + plan.config.rows - 1) / plan.config.rows, plan.blocks, plan.config.stages,
-          p.dim / elements};
+template <int V, int R, bool Residual, bool PerToken, int Threads, int Blocks, typename X, typename Y>
+cudaError_t launch_forward(const Forward& args, const Problem& p) {
+  const int vectors = p.dim / kElements<X, Y>;
+  const int64_t groups = (p.rows + R - 1) / R;
+  const int threads = threads_for(vectors, V);
+  if (groups > 0x7fffffff || threads > Threads) return cudaErrorInvalidValue;
+  Extent extent{p.rows, 0, vectors};
+  constexpr int64_t kSamples = 65535;
+  for (; extent.first_sample < p.batch; extent.first_sample += kSamples) {
+    const dim3 grid(static_cast<unsigned>(groups),
+                    static_cast<unsigned>(std::min(kSamples, p.batch - extent.first_sample)));
+    forward_rows<X, Y, V, R, Residual, PerToken, Threads, Blocks><<<grid, threads, 0, p.stream>>>(args, extent);
+    if (cudaError_t e = cudaGetLastError()) return e;
+  }
+  return cudaSuccess;
 }
 
 // `Kernel` is a template argument, so each instance remembers on which devices its shared-memory limit was raised.
-template <auto Kernel, typename Args>
-cudaError_t launch_rows(const Args& args, const Problem& p, const Plan& plan, int elements, const Device& d) {
+template <auto Kernel>
+cudaError_t launch_backward(const Backward& args, const Problem& p, const Plan& plan, int elements, const Device& d) {
   static std::atomic<uint64_t> raised{0};
   const uint64_t bit = uint64_t{1} << d.index;
   if (plan.shared > 0 && !(raised.load(std::memory_order_acquire) & bit)) {
@@ -122,7 +166,9 @@ cudaError_t launch_rows(const Args& args, const Problem& p, const Plan& plan, in
   }
   const int64_t grid = p.batch * plan.blocks;
   if (grid > 0x7fffffff) return cudaErrorInvalidValue;
-  Kernel<<<static_cast<unsigned>(grid), plan.threads, plan.shared, p.stream>>>(args, loop_of(p, plan, elements));
+  const int64_t groups = (p.rows + plan.config.rows - 1) / plan.config.rows;
+  Kernel<<<static_cast<unsigned>(grid), plan.threads, plan.shared, p.stream>>>(
+      args, static_cast<float*>(args.workspace), {p.rows, groups, plan.blocks, plan.config.stages, p.dim / elements});
   return cudaGetLastError();
 }
 

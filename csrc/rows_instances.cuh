@@ -6,36 +6,76 @@
 
 namespace adaln {
 
-template <typename X, typename Y>
-cudaError_t RowKernels<X, Y>::forward(const ForwardArgs& a, const Problem& p, const Plan& plan, const Device& d) {
-  const Config& c = plan.config;
-#define ADALN_TRY(V, R, K)                                              \
-  if (c.vectors == V && c.rows == R && plan.keep == K) {                \
-    return launch_rows<&forward_rows<X, Y, V, R, K>>(a, p, plan, E, d); \
+// Blocks that must fit on a multiprocessor, which sets the registers of a thread: the narrower the work of a thread,
+// the more of them. Two type widths, a residual or modulations per token need about twice the registers.
+constexpr int resident(int blocks, bool more_registers) { return more_registers ? (blocks + 1) / 2 : blocks; }
+
+template <typename X, typename Y, bool Residual, bool PerToken>
+cudaError_t forward_form(const Forward& a, const Problem& p, const ForwardChoice& c) {
+  constexpr bool kMore = sizeof(X) != sizeof(Y) || Residual || PerToken;
+  constexpr int E = kElements<X, Y>;
+#define ADALN_TRY(V, R, THREADS, BLOCKS)                                                           \
+  if (c.vectors == V && c.rows == R && c.threads == THREADS) {                                     \
+    return launch_forward<V, R, Residual, PerToken, THREADS, resident(BLOCKS, kMore), X, Y>(a, p); \
   }
-  ADALN_TRY(2, 2, true)
-  ADALN_TRY(3, 1, true)
-  ADALN_TRY(4, 1, false)
-  ADALN_TRY(8, 1, false)
+  if constexpr (E == 8) {
+    ADALN_TRY(3, 2, 64, 12)
+    ADALN_TRY(5, 1, 96, 13)
+    ADALN_TRY(5, 1, 128, 8)
+    ADALN_TRY(5, 1, 256, 4)
+  } else {
+    ADALN_TRY(3, 1, 128, 9)
+    ADALN_TRY(4, 1, 192, 7)
+    ADALN_TRY(4, 1, 320, 4)
+  }
+  ADALN_TRY(8, 1, 512, 2)
 #undef ADALN_TRY
   return cudaErrorInvalidConfiguration;
 }
 
+// The forms beyond the plain one are there where y is no wider than x: a residual stream is never narrower than what
+// is computed from it.
 template <typename X, typename Y>
-cudaError_t RowKernels<X, Y>::backward(const BackwardArgs& a, const Problem& p, const Plan& plan, bool accumulate,
-                                       const Device& d) {
-  const Config& c = plan.config;
-#define ADALN_TRY(V, R, K)                                                                   \
-  if (c.vectors == V && c.rows == R && plan.keep == K) {                                     \
-    return accumulate ? launch_rows<&backward_rows<X, Y, V, R, true, K>>(a, p, plan, E, d)   \
-                      : launch_rows<&backward_rows<X, Y, V, R, false, K>>(a, p, plan, E, d); \
+cudaError_t RowKernels<X, Y>::forward(const Forward& a, const Problem& p) {
+  const ForwardChoice& c = *forward_choice(p);
+  if (!a.residual()) {
+    return p.per_token ? forward_form<X, Y, false, true>(a, p, c) : forward_form<X, Y, false, false>(a, p, c);
   }
-  ADALN_TRY(1, 2, true)
-  ADALN_TRY(2, 1, true)
-  ADALN_TRY(3, 1, true)
-  ADALN_TRY(3, 2, false)
-  ADALN_TRY(4, 1, false)
-  ADALN_TRY(8, 1, false)
+  if constexpr (sizeof(Y) <= sizeof(X)) {
+    return p.per_token ? forward_form<X, Y, true, true>(a, p, c) : forward_form<X, Y, true, false>(a, p, c);
+  }
+  return cudaErrorInvalidConfiguration;
+}
+
+template <typename X, typename Y>
+cudaError_t RowKernels<X, Y>::backward(const Backward& a, const Problem& p, const Plan& plan, const Device& d) {
+  const Config& c = plan.config;
+#define ADALN_TRY(V, R, KEEP, RESIDUAL, TOKEN, SUMS)                                                         \
+  if (c.vectors == V && c.rows == R && c.keep == KEEP && a.residual() == RESIDUAL && p.per_token == TOKEN && \
+      (TOKEN || a.dtile != SUMS)) {                                                                          \
+    return launch_backward<&backward_rows<X, Y, V, R, KEEP, RESIDUAL, TOKEN, SUMS>>(a, p, plan, E, d);       \
+  }
+#define ADALN_PLAIN(V, R, KEEP)             \
+  ADALN_TRY(V, R, KEEP, false, false, true) \
+  ADALN_TRY(V, R, KEEP, false, false, false)
+  if constexpr (E == 8) {
+    ADALN_PLAIN(2, 2, true)
+    ADALN_PLAIN(2, 1, true)
+  } else {
+    ADALN_PLAIN(3, 1, false)
+  }
+  ADALN_PLAIN(3, 1, true)
+  ADALN_PLAIN(4, 1, false)
+  ADALN_PLAIN(8, 1, false)
+#undef ADALN_PLAIN
+  ADALN_TRY(3, 1, false, false, true, false)
+  ADALN_TRY(4, 1, false, false, true, false)
+  if constexpr (sizeof(Y) <= sizeof(X)) {
+    ADALN_TRY(3, 1, false, true, false, true)
+    ADALN_TRY(4, 1, false, true, false, true)
+    ADALN_TRY(3, 1, false, true, true, false)
+    ADALN_TRY(4, 1, false, true, true, false)
+  }
 #undef ADALN_TRY
   return cudaErrorInvalidConfiguration;
 }

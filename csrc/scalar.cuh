@@ -27,8 +27,27 @@ __device__ __forceinline__ T* row_of(const Tensor& t, int64_t sample, int64_t ro
   return static_cast<T*>(t.data) + sample * t.batch_stride + row * t.row_stride;
 }
 
+__device__ __forceinline__ float modulation_at(const Modulation& m, int64_t sample, int64_t row, int64_t d) {
+  return load_element(m.data, m.type, sample * m.batch_stride + row * m.row_stride + d * m.stride);
+}
+
+__device__ __forceinline__ void store_element(const Gradient& g, int64_t i, float v) {
+  switch (g.type) {
+    case DType::f32:
+      static_cast<float*>(g.data)[i] = v;
+      return;
+    case DType::f16:
+      static_cast<__half*>(g.data)[i] = from_float<__half>(v);
+      return;
+    case DType::bf16:
+      static_cast<__nv_bfloat16*>(g.data)[i] = from_float<__nv_bfloat16>(v);
+      return;
+  }
+}
+
 template <typename X, typename Y>
-__global__ void __launch_bounds__(kScalarThreads) forward_scalar(const ForwardArgs a, int64_t batch, int64_t rows) {
+__global__ void __launch_bounds__(kScalarThreads)
+    forward_scalar(const Forward a, int64_t batch, int64_t rows, int dim) {
   __shared__ float shared[kScalarThreads / 32];
   for (int64_t index = blockIdx.x; index < batch * rows; index += gridDim.x) {
     const int64_t sample = index / rows, row = index % rows;
@@ -36,27 +55,26 @@ __global__ void __launch_bounds__(kScalarThreads) forward_scalar(const ForwardAr
     Y* const y = row_of<Y>(a.y, sample, row);
     const float origin = to_float(x[0]);
     float sum = 0.0f;
-    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) sum += to_float(x[d]) - origin;
-    const float mean = origin + block_sum(sum, shared) / static_cast<float>(a.dim);
+    for (int d = threadIdx.x; d < dim; d += kScalarThreads) sum += to_float(x[d]) - origin;
+    const float mean = origin + block_sum(sum, shared) / static_cast<float>(dim);
     float m2 = 0.0f;
-    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {
+    for (int d = threadIdx.x; d < dim; d += kScalarThreads) {
       const float deviation = to_float(x[d]) - mean;
       m2 = fmaf(deviation, deviation, m2);
     }
-    const float rstd = rsqrtf(block_sum(m2, shared) / static_cast<float>(a.dim) + a.eps);
+    const float rstd = rsqrtf(block_sum(m2, shared) / static_cast<float>(dim) + a.eps);
     if (threadIdx.x == 0) a.mean[index] = mean, a.rstd[index] = rstd;
-    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {
-      const float gain =
-          1.0f + load_element(a.scale.data, a.scale.type, sample * a.scale.batch_stride + d * a.scale.stride);
-      const float bias = load_element(a.shift.data, a.shift.type, sample * a.shift.batch_stride + d * a.shift.stride);
+    for (int d = threadIdx.x; d < dim; d += kScalarThreads) {
+      const float gain = 1.0f + modulation_at(a.scale, sample, row, d), bias = modulation_at(a.shift, sample, row, d);
       y[d] = from_float<Y>((to_float(x[d]) - mean) * rstd * gain + bias);
     }
   }
 }
 
-// dx only.
+// dx, and per token dscale.
 template <typename X, typename Y>
-__global__ void __launch_bounds__(kScalarThreads) backward_scalar(const BackwardArgs a, int64_t batch, int64_t rows) {
+__global__ void __launch_bounds__(kScalarThreads)
+    backward_scalar(const Backward a, int64_t batch, int64_t rows, int dim, bool per_token) {
   __shared__ float shared[kScalarThreads / 32];
   for (int64_t index = blockIdx.x; index < batch * rows; index += gridDim.x) {
     const int64_t sample = index / rows, row = index % rows;
@@ -67,20 +85,20 @@ __global__ void __launch_bounds__(kScalarThreads) backward_scalar(const Backward
     // Rounded here, not contracted into what follows: g must be the same number wherever it is used, or in rows of
     // nearly equal features rstd, up to 1 / sqrt(eps), blows the difference up.
     const auto gradient = [&](int d) {
-      return __fmul_rn(to_float(dy[d]), 1.0f + load_element(a.scale.data, a.scale.type,
-                                                            sample * a.scale.batch_stride + d * a.scale.stride));
+      return __fmul_rn(to_float(dy[d]), 1.0f + modulation_at(a.scale, sample, row, d));
     };
     float g_sum = 0.0f, gx_sum = 0.0f;
-    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {
+    for (int d = threadIdx.x; d < dim; d += kScalarThreads) {
       const float g = gradient(d);
       g_sum += g;
       gx_sum = fmaf(g, (to_float(x[d]) - mean) * rstd, gx_sum);
     }
-    const float g_mean = block_sum(g_sum, shared) / static_cast<float>(a.dim);
-    const float gx_mean = block_sum(gx_sum, shared) / static_cast<float>(a.dim);
-    for (int d = threadIdx.x; d < a.dim; d += kScalarThreads) {
+    const float g_mean = block_sum(g_sum, shared) / static_cast<float>(dim);
+    const float gx_mean = block_sum(gx_sum, shared) / static_cast<float>(dim);
+    for (int d = threadIdx.x; d < dim; d += kScalarThreads) {
       const float xhat = (to_float(x[d]) - mean) * rstd;
       dx[d] = from_float<X>(rstd * (gradient(d) - g_mean - xhat * gx_mean));
+      if (per_token) store_element(a.dscale, index * dim + d, to_float(dy[d]) * xhat);
     }
   }
 }
@@ -89,11 +107,11 @@ __global__ void __launch_bounds__(kScalarThreads) backward_scalar(const Backward
 // chunk of the rows, so that a warp's loads are coalesced and nothing is exchanged between threads.
 template <typename X, typename Y>
 __global__ void __launch_bounds__(kScalarThreads)
-    backward_dtile(const BackwardArgs a, int64_t rows, int d_tiles, int n_tiles) {
+    backward_dtile(const Backward a, float* partial, int64_t rows, int dim, int d_tiles, int n_tiles) {
   const int d = (blockIdx.x % d_tiles) * kScalarThreads + threadIdx.x;
   const int n_tile = blockIdx.x / d_tiles % n_tiles;
   const int64_t sample = blockIdx.x / d_tiles / n_tiles;
-  if (d >= a.dim) return;
+  if (d >= dim) return;
   const int64_t first = rows * n_tile / n_tiles, last = rows * (n_tile + 1) / n_tiles;
   const X* x = row_of<X>(a.x, sample, first) + d;
   const Y* dy = row_of<Y>(a.dy, sample, first) + d;
@@ -108,47 +126,42 @@ __global__ void __launch_bounds__(kScalarThreads)
     x += a.x.row_stride;
     dy += a.dy.row_stride;
   }
-  float* const out = a.partial + (sample * n_tiles + n_tile) * 2 * a.dim;
+  float* const out = partial + (sample * n_tiles + n_tile) * 2 * dim;
   out[d] = dscale;
-  out[a.dim + d] = dshift;
+  out[dim + d] = dshift;
 }
 
-// Sums partial [B, blocks, 2, D] over the blocks in a fixed order, into dscale and dshift [B, D].
+// Sums partial [B, blocks, sums, D] over the blocks in a fixed order, into the first `wanted` gradients [B, D].
 constexpr int kFinishWarps = 16;
 
-template <typename T>
-__device__ __forceinline__ void store_as(void* data, int64_t i, float v) {
-  static_cast<T*>(data)[i] = from_float<T>(v);
-}
+struct Gradients {
+  Gradient of[3];  // in the order of `Sum`
+};
 
 static __global__ void __launch_bounds__(32 * kFinishWarps)
-    finish_gradients(const float* partial, int blocks, int dim, int tiles, Gradient dscale, Gradient dshift) {
-  __shared__ float sums[kFinishWarps][33];
+    finish_gradients(const float* partial, int blocks, int sums, int wanted, int dim, int tiles,
+                     const Gradients gradients) {
+  __shared__ float by_warp[kFinishWarps][33];
+#if ADALN_BULK
+  wait_for_prerequisite();
+#endif
   const int64_t sample = blockIdx.x / tiles;
-  const int column = (blockIdx.x % tiles) * 32 + threadIdx.x % 32;  // of 2 * dim
+  const int stride = sums * dim, columns = wanted * dim;
+  const int column = (blockIdx.x % tiles) * 32 + threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   float sum = 0.0f;
-  if (column < 2 * dim) {
-    const float* const in = partial + sample * blocks * 2 * dim + column;
-#pragma unroll 4
-    for (int b = warp; b < blocks; b += kFinishWarps) sum += in[static_cast<int64_t>(b) * 2 * dim];
+  if (column < columns) {
+    const float* const in = partial + sample * blocks * stride + column;
+#pragma unroll 8
+    for (int b = warp; b < blocks; b += kFinishWarps) sum += in[static_cast<int64_t>(b) * stride];
   }
-  sums[warp][threadIdx.x % 32] = sum;
+  by_warp[warp][threadIdx.x % 32] = sum;
   __syncthreads();
-  if (warp != 0 || column >= 2 * dim) return;
+  if (warp != 0 || column >= columns) return;
   sum = 0.0f;
 #pragma unroll
-  for (int w = 0; w < kFinishWarps; ++w) sum += sums[w][threadIdx.x];
-  const Gradient& g = column < dim ? dscale : dshift;
-  const int64_t i = sample * dim + (column < dim ? column : column - dim);
-  switch (g.type) {
-    case DType::f32:
-      return store_as<float>(g.data, i, sum);
-    case DType::f16:
-      return store_as<__half>(g.data, i, sum);
-    case DType::bf16:
-      return store_as<__nv_bfloat16>(g.data, i, sum);
-  }
+  for (int w = 0; w < kFinishWarps; ++w) sum += by_warp[w][threadIdx.x];
+  store_element(gradients.of[column / dim], sample * dim + column % dim, sum);
 }
 
 }  // namespace adaln

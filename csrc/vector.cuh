@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "adaln.h"
 
@@ -13,9 +14,6 @@ namespace adaln {
 // Elements of a vector: the narrower of input and output moves 16 bytes at a time.
 template <typename X, typename Y>
 constexpr int kElements = 16 / static_cast<int>(sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y));
-
-// Upper bound of a block's size, which sets how many registers a thread may have (128, or 255).
-constexpr int max_threads(int vectors, int elements) { return vectors * elements <= 16 ? 512 : 256; }
 
 template <typename T>
 __device__ __forceinline__ float to_float(T v) {
@@ -52,12 +50,18 @@ struct alignas(16) Pack {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) word[i] = static_cast<const uint4*>(p)[i];
   }
-  // Rows are read once: do not let them displace the modulation and the partial sums in L1.
+  // Rows are read once: do not let them displace the modulation in L1.
   __device__ __forceinline__ void load_global(const void* p) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) word[i] = __ldcs(static_cast<const uint4*>(p) + i);
   }
   __device__ __forceinline__ void store(void* p) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) static_cast<uint4*>(p)[i] = word[i];
+  }
+  // Evicted first: a little faster than `store` where whole rows are written in the order of the launch, and up to 6%
+  // slower where persistent blocks write them (NOTES.md).
+  __device__ __forceinline__ void store_streaming(void* p) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) __stcs(static_cast<uint4*>(p) + i, word[i]);
   }
@@ -115,6 +119,14 @@ __device__ __forceinline__ void pack(const float (&in)[N], Pack<T, N>& out) {
   }
 }
 
+// (x - mean) * rstd, where offset = -mean * rstd. In float the fused form would round away a spread of 1 on a mean of
+// 1e4; half types do not hold such a row.
+template <typename X, typename Y>
+__device__ __forceinline__ float normalise(float x, float mean, float rstd, float offset) {
+  if constexpr (sizeof(X) == 2 && sizeof(Y) == 2) return fmaf(x, rstd, offset);
+  return (x - mean) * rstd;
+}
+
 // Element `i` of a modulation row; its type is known at run time only, since it is read once per block.
 __device__ __forceinline__ float load_element(const void* data, DType type, int64_t i) {
   switch (type) {
@@ -127,33 +139,54 @@ __device__ __forceinline__ float load_element(const void* data, DType type, int6
   }
 }
 
-// N consecutive elements of sample `b`'s modulation row, starting at feature `d`.
+// Stores N consecutive elements of a gradient whose type is known at run time only, from element `i` on.
 template <int N>
-__device__ __forceinline__ void load_modulation(const Modulation& m, int64_t b, int64_t d, float (&out)[N]) {
-  const int64_t base = b * m.batch_stride + d * m.stride;
-  const char* p = static_cast<const char*>(m.data) + base * (m.type == DType::f32 ? 4 : 2);
-  if (m.stride == 1 && reinterpret_cast<uintptr_t>(p) % 16 == 0 && N % 4 == 0) {
-    if (m.type == DType::f32) {
+__device__ __forceinline__ void store_gradient(const Gradient& g, int64_t i, const float (&in)[N]) {
+  if (g.type == DType::f32) {
+    Pack<float, N> out;
+    pack(in, out);
+    out.store(static_cast<float*>(g.data) + i);
+    return;
+  }
+  uint32_t* const p = static_cast<uint32_t*>(g.data) + i / 2;
 #pragma unroll
-      for (int i = 0; i < N / 4; ++i) {
-        const float4 f = reinterpret_cast<const float4*>(p)[i];
-        out[4 * i] = f.x, out[4 * i + 1] = f.y, out[4 * i + 2] = f.z, out[4 * i + 3] = f.w;
-      }
-      return;
-    }
-    if constexpr (N % 8 == 0) {
-      Pack<__half, N> half_pack;
-      half_pack.load_shared(p);  // a plain 16-byte load: these lines are shared by every block
-      if (m.type == DType::f16) {
-        unpack(half_pack, out);
-      } else {
-        unpack(reinterpret_cast<const Pack<__nv_bfloat16, N>&>(half_pack), out);
-      }
-      return;
+  for (int e = 0; e < N; e += 4) {
+    const bool half = g.type == DType::f16;
+    const uint32_t lo = half ? pack2<__half>(in[e], in[e + 1]) : pack2<__nv_bfloat16>(in[e], in[e + 1]);
+    const uint32_t hi = half ? pack2<__half>(in[e + 2], in[e + 3]) : pack2<__nv_bfloat16>(in[e + 2], in[e + 3]);
+    *reinterpret_cast<uint2*>(p + e / 2) = make_uint2(lo, hi);
+  }
+}
+
+// N consecutive features, from feature `d` on, of a token's modulation of type T, 16-byte aligned.
+template <typename T, int N>
+__device__ __forceinline__ void load_modulation(const Modulation& m, int64_t sample, int64_t row, int64_t d,
+                                                float (&out)[N]) {
+  const T* const p = static_cast<const T*>(m.data) + sample * m.batch_stride + row * m.row_stride + d;
+  if constexpr (N * sizeof(T) % 16 == 0) {
+    Pack<T, N> pack;
+    pack.load_shared(p);  // plain loads: these lines are shared by every block
+    unpack(pack, out);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float2 f = unpack2<T>(reinterpret_cast<const uint32_t*>(p)[i]);
+      out[2 * i] = f.x, out[2 * i + 1] = f.y;
     }
   }
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = load_element(m.data, m.type, base + i * m.stride);
+}
+
+// Calls f with a value of the type, so that loads inside stand in straight code and overlap.
+template <typename F>
+__device__ __forceinline__ void with_type(DType type, const F& f) {
+  switch (type) {
+    case DType::f32:
+      return f(float{});
+    case DType::f16:
+      return f(__half{});
+    case DType::bf16:
+      return f(__nv_bfloat16{});
+  }
 }
 
 }  // namespace adaln
