@@ -122,17 +122,19 @@ class Store:
         """Names of the suites that have rows on a device, alphabetical."""
         return sorted(p.stem for p in (self.root / device).glob("*.csv"))
 
-    def rows(self, suite: str, device: str | None = None, profile: Profile | None = None) -> pd.DataFrame:
+    def rows(
+        self, suite: str, device: str | None = None, profile: Profile | None = None, run_id: str | None = None
+    ) -> pd.DataFrame:
         """Rows of a suite: of each case those of its newest run, in the order in which they were written.
 
         Columns: `device`, the fixed ones before, the suite's parameters, the fixed ones after. `value`, `ci_low` and
         `ci_high` are float64, `n` int64, a parameter column is numeric where every cell in it is a number (a missing
         one then NaN) and text otherwise (a missing one then ""). No rows: an empty frame with the fixed columns.
 
-        device: None reads all. profile: None reads both.
+        device: None reads all. profile: None reads both. run_id: only the rows of this run, whatever came after it.
         """
         devices = self.devices() if device is None else [device]
-        frames = [self._frame(suite, d, profile) for d in devices]
+        frames = [self._frame(suite, d, profile, run_id) for d in devices]
         frames = [f for f in frames if len(f)]
         if not frames:
             return _typed(pd.DataFrame(columns=["device", *header(())], dtype=str))
@@ -174,9 +176,10 @@ class Store:
     def _samples_path(self, device: str, suite: str, run_id: str) -> Path:
         return self.root / device / "samples" / suite / f"{run_id}.csv.gz"
 
-    def _frame(self, suite: str, device: str, profile: Profile | None) -> pd.DataFrame:
+    def _frame(self, suite: str, device: str, profile: Profile | None, run_id: str | None) -> pd.DataFrame:
         path = self._path(suite, device)
-        rows = _newest(_current(path, files.read_table(path)), profile)
+        rows = _current(path, files.read_table(path))
+        rows = _newest([r for r in rows if run_id is None or r["run_id"] == run_id], profile)
         frame = pd.DataFrame(rows, columns=list(header(_parameters(rows))), dtype=str)
         frame.insert(0, "device", device)
         return frame
