@@ -71,6 +71,10 @@ class Epochs:
             self._steps += 1
             yield self._dealt(self._steps - 1)
 
+    def peek(self) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of the step to come, which stays undealt; none at the end of an epoch."""
+        return self._dealt(self._steps).micro_batches if self._steps < self.sampler.schedule.steps else ()
+
     def _dealt(self, step: int) -> DealtStep:
         schedule = self.sampler.schedule
         slots = int(schedule.slots_of_step[step])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from repro.wan.log import RunLog
 from repro.wan.model import WanModel
 from repro.wan.objective import FlowMatching
 from repro.wan.parallel import Parallelism, World, WorldError, agree
+from repro.wan.read_ahead import ReadAhead
 from repro.wan.samples import FlowLosses, SampleSource
+from repro.wan.shards import ShardedSamples
 from repro.wan.sweep import Sweep
 from repro.wan.trainer import Length, Trainer
 
@@ -92,6 +94,8 @@ def prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
     _check_world(run, world)
     console = Console(highlight=False, soft_wrap=True)
     size, corpus = run.config.size, run.source.corpus
+    if isinstance(run.source, ShardedSamples):
+        run = replace(run, source=ReadAhead(run.source, world.device))
     checkpoints = Checkpoints(run.out / "checkpoints", world, run.keep)
     if (newest := checkpoints.newest()) is not None:  # refused before the model takes any memory
         checkpoints.read_about(newest, asdict(size))
@@ -105,6 +109,8 @@ def prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
     if world.is_first:
         console.print("\n".join(_introduction(run, world, policy, costs, epochs)), markup=False)
     trainer = Trainer(engine, epochs, checkpoints, size, asdict(size), run.length, _options(run))
+    if isinstance(run.source, ReadAhead):
+        trainer.expect = run.source.expect
     notes = trainer.resume()
     if not world.is_first:
         return trainer, None

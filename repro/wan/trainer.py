@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from repro.balance.models import TEXT_TOKENS, ModelSize
+from repro.balance.types import MicroBatch
 from repro.wan.checkpointing import Checkpoints
 from repro.wan.engine import Engine
 from repro.wan.epochs import DealtStep, Epochs
@@ -69,7 +70,7 @@ class Trainer:
     """Everything a run consists of, on one rank.
 
     size: for counting FLOPs. about: the model's description, which a checkpoint must match to be resumed. options: what
-    else a run is made with; a resumed run says where it differs.
+    else a run is made with; a resumed run says where it differs. expect: told which micro-batches come next.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Trainer:
     ) -> None:
         self.engine, self.epochs, self.checkpoints = engine, epochs, checkpoints
         self.size, self.about, self.length, self.options = size, dict(about), length, dict(options or {})
+        self.expect: Callable[[Sequence[MicroBatch]], None] = lambda _: None
         self.step = 0
 
     def resume(self) -> list[str]:
@@ -123,6 +125,7 @@ class Trainer:
     def _loop(self, log: StepLog | None, stop: Callable[[], bool]) -> bool:
         began = time.perf_counter()
         for dealt in itertools.islice(self.epochs, max(0, self.length.steps - self.step)):
+            self.expect((*dealt.micro_batches, *self.epochs.peek()))
             tokens = dealt.tokens[:, self.engine.world.rank].tolist()
             flops = step_flops(self.size, dealt, self.engine.parallelism.checkpointing)
             result = self.engine.step(self.step, dealt.micro_batches, tokens, dealt.epoch, stop)
