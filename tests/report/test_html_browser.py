@@ -277,7 +277,7 @@ def test_the_keyboard_reaches_everything(show, small):
 def test_a_link_to_a_run_opens_it(show, small):
     page = show(small)
     page.locator("#K1 a[href^='#run-']").first.click()
-    assert page.locator(f"details[id^='run-{GPU}'][open]").count() == 1
+    playwright.expect(page.locator(f"details[id^='run-{GPU}'][open]")).to_have_count(1)
 
 
 def test_without_scripts_the_page_still_tells_everything_but_the_explorer(show, small):

@@ -57,6 +57,9 @@
   };
   form.addEventListener("change", filter);
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("reset", () => setTimeout(filter)); // after the fields have their old values
+  form.querySelector("button").addEventListener("click", () => {
+    form.reset();
+    filter();
+  });
   filter();
 })();
