@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -91,6 +94,24 @@ def test_without_gradients(device, impl, mode):
     with mode():
         y = layer_norm_modulate(x, shift, scale, impl=impl)
     assert not y.requires_grad and torch.equal(y, layer_norm_modulate(x, shift, scale, impl=impl))
+
+
+def test_vmap_runs_samples_one_by_one(device, impl):
+    """There is no batching rule: right, if slow. What would differentiate through it is refused."""
+    x, shift, scale = (t.detach() for t in _leaves(device, (3, 2, 5, 24), (3, 2, 24)))
+    alone = torch.stack([layer_norm_modulate(*sample, impl=impl) for sample in zip(x, shift, scale, strict=True)])
+    assert torch.equal(torch.vmap(lambda *a: layer_norm_modulate(*a, impl=impl))(x, shift, scale), alone)
+    with pytest.raises(RuntimeError, match=r"functorch transforms \(vmap"):
+        torch.func.grad(lambda t: layer_norm_modulate(t, shift[0], scale[0], impl=impl).sum())(x[0])
+
+
+def test_implementations_are_copied_and_pickled(device, impl):
+    """As members of a model are."""
+    inputs = op_cases.make((2, 5, 24), device)
+    function = get_impl(impl)
+    want = differentiate(function, inputs)
+    for other in (copy.deepcopy(function), pickle.loads(pickle.dumps(function))):
+        assert_same_bits(differentiate(other, inputs), want)
 
 
 def test_double_backward_is_refused(device, impl):
