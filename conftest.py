@@ -26,6 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(optionalhook=True)  # there with pytest-benchmark only
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    """Name the device in the files that pytest-benchmark writes, for `python -m repro.compare`."""
+    from repro.measure.machine import read_machine
+
+    machine = read_machine()
+    facts = ("gpu_name", "gpu_count", "mig_profile", "power_limit_w")
+    machine_info["repro"] = {"slug": machine.slug, **{f: machine.record.get(f) for f in facts}}
+
+
 @pytest.fixture
 def require_within(request: pytest.FixtureRequest) -> Callable[[Any, float], None]:
     """Assert that a benchmark that has run took at most so many seconds, in its best round: others use the machine too.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from repro.compare_judge import THRESHOLD, WORDS, direction
 from repro.compare_view import selected
 from repro.records import files
 from repro.report import style
+from repro.report.draw import picture
 
 KINDS = (".png", ".svg", ".pdf")
 _LETTERS = {"batch": "B", "tokens": "N", "dim": "D"}
@@ -31,10 +31,8 @@ _LOOKS = {
 def write(comparison: Comparison, path: Path, threshold: float = THRESHOLD) -> None:
     """Draw what is shared to `path`, whose suffix decides the format. Raises ValueError where nothing can be drawn."""
     with style.context():
-        figure = draw(comparison, threshold)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=path.suffix.lower().lstrip("."))
-    files.replace(path, buffer.getvalue())
+        content = picture(draw(comparison, threshold), path.suffix.lower().lstrip("."))
+    files.replace(path, content)
 
 
 def draw(comparison: Comparison, threshold: float = THRESHOLD) -> Figure:

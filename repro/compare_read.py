@@ -5,7 +5,6 @@ Everything becomes a `Source`: rows in the columns of `repro.records`, where the
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +31,10 @@ Cell = tuple[str, str, str, Key]
 """suite, profile, metric, case: what is compared with what."""
 
 
+Samples = dict[tuple[str, Key], npt.NDArray[np.float64]]
+"""Raw samples of one run and suite, by metric and case."""
+
+
 class SourceError(ValueError):
     """What was named cannot be read; the message says what there is instead."""
 
@@ -54,6 +57,7 @@ class Source:
     notes: tuple[str, ...] = ()
     store: Store | None = field(default=None, repr=False, compare=False)
     recorded: Mapping[Cell, npt.NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    _read: dict[tuple[str, str], Samples] = field(default_factory=dict, repr=False, compare=False)
 
     def cells(self) -> dict[Cell, dict[str, Any]]:
         """Every row by what it is compared by."""
@@ -69,7 +73,9 @@ class Source:
         if self.store is None:
             return self.recorded.get(cell, np.empty(0))
         suite, _, metric, key = cell
-        return _samples(self.store.root, self.device, suite, run_id).get((metric, key), np.empty(0))
+        if (suite, run_id) not in self._read:
+            self._read[suite, run_id] = _samples(self.store, self.device, suite, run_id)
+        return self._read[suite, run_id].get((metric, key), np.empty(0))
 
 
 def read(text: str, results: Path) -> list[Source]:
@@ -214,12 +220,11 @@ def _told(caught: Sequence[warnings.WarningMessage]) -> str:
     return "".join(f"; {w.message}" for w in caught[:1])
 
 
-@functools.lru_cache(maxsize=64)
-def _samples(root: Path, device: str, suite: str, run_id: str) -> dict[tuple[str, Key], npt.NDArray[np.float64]]:
+def _samples(store: Store, device: str, suite: str, run_id: str) -> Samples:
     """Samples of a run by metric and case."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is cut off has fewer samples, which the verdict then shows
-        frame = Store(root).samples(suite, device, run_id)
+        frame = store.samples(suite, device, run_id)
     parameters = [c for c in frame.columns if c not in ("metric", "unit", "index", "value")]
     found = {}
     for group, values in frame.groupby([*parameters, "metric"], dropna=False, sort=False)["value"]:

@@ -25,14 +25,14 @@ NOTES = f"{MARK} measured while the GPU was throttled. ~ simulated."
 def selected(comparison: Comparison, everything: bool, most: int) -> tuple[list[Shared], int]:
     """Cells to show a person, and how many are left out.
 
-    Measured ones where there are any. Of cells with verdicts, those that are not the same, the most urgent first; of
-    others, as many of every suite, times of the fused op first. Together about `most`, in the order of their suites.
+    Measured ones where there are any. Where there are verdicts, cells that are not the same, the most urgent first;
+    else as many of every suite, times of the fused op first. Together about `most`, in the order of their suites.
     """
     cells = [c for c in comparison.cells if c.kind == "measured"] or list(comparison.cells)
     if everything:
         return cells, len(comparison.cells) - len(cells)
-    if comparison.baselines:
-        changed = [c for c in cells if any(j.word != "SAME" for j in c.judgements.values())]
+    if comparison.judged:
+        changed = [c for c in cells if _changed(c)]
         chosen = sorted(changed, key=lambda c: c.urgency)[:most]
     else:
         suites = [list(own) for _, own in _by_suite(cells)]
@@ -40,6 +40,14 @@ def selected(comparison: Comparison, everything: bool, most: int) -> tuple[list[
     wanted = set(map(id, chosen))
     shown = [c for c in cells if id(c) in wanted]
     return shown, len(comparison.cells) - len(shown)
+
+
+def _changed(cell: Shared) -> bool:
+    """Not the same by its verdict, or by more than 1% where there is none (bytes, counts)."""
+    if cell.judgements:
+        return any(j.word != "SAME" for j in cell.judgements.values())
+    values = [v.value for v in cell.values.values()]
+    return max(values) - min(values) > 0.01 * max(map(abs, values))
 
 
 def _interest(cell: Shared) -> tuple[bool, bool]:

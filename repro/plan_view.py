@@ -114,9 +114,8 @@ def show(plan: Plan, console: Console, lines: Iterable[str], warnings: Iterable[
 
 def draw(plan: Plan, path: Path) -> None:
     """Save the picture: time of full micro-batches against tokens, and the gains. The suffix decides the format."""
-    import io
-
     from repro.report import style
+    from repro.report.draw import picture
 
     with style.context():
         figure, axes = style.subplots(2, 1, 2.7)
@@ -142,9 +141,8 @@ def draw(plan: Plan, path: Path) -> None:
         right.set_yticks(at, [style.label(g.policy) for g in gains])
         right.set(xlabel=f"samples/s over {style.label(BASELINE)}, %", title="What each policy gains")
         style.legend(figure, ["simulated"])
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=path.suffix.lstrip("."))
-    files.replace(path, buffer.getvalue())
+        content = picture(figure, path.suffix.lower().lstrip("."))
+    files.replace(path, content)
 
 
 def _joined(names: list[str]) -> str:

@@ -34,7 +34,7 @@ def test_kernel(benchmark: Any, case: Case, request: pytest.FixtureRequest) -> N
     if impl in norm_modulate.OWN and device.type == "cuda" and not build.ensure_loaded():
         pytest.skip(f"the CUDA kernels are not there: {build.failure()}")
     benchmark.group = "-".join(str(case.key[p]) for p in ("pass", "dtype", "tokens", "dim"))
-    benchmark.extra_info["necessary_bytes"] = problem.traffic(direction)
+    benchmark.extra_info.update(impl=impl, necessary_bytes=problem.traffic(direction))
     rounds = benchmarking.ROUNDS if request.config.getoption("benchmark_only") else FEW
     with timing.work_stream(device), norm_modulate.retained_graphs():
         benchmarking.run(benchmark, norm_modulate.subjects(impl, direction, problem, device), device, rounds)

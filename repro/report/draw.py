@@ -14,7 +14,11 @@ from repro.report import overview, style, tables
 from repro.suite import PROFILES, Figure, Suite, other_needs
 
 # dates and versions would change the bytes without a change in the picture
-_METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+_METADATA: dict[str, dict[str, None]] = {
+    "svg": {"Date": None, "Creator": None},
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
 
 
 def rows_to_draw(store: Store, suites: Sequence[str]) -> pd.DataFrame:
@@ -65,12 +69,17 @@ def draw_claims(rows: Sequence[tables.Row], folder: Path, others: Sequence[table
 
 def save(figure: matplotlib.figure.Figure, folder: Path, name: str) -> None:
     """Write folder/name.svg and .png atomically; a file that would not change is left alone."""
+    for suffix in ("svg", "png"):
+        content, path = picture(figure, suffix), folder / f"{name}.{suffix}"
+        if not path.exists() or path.read_bytes() != content:
+            files.replace(path, content)
+
+
+def picture(figure: matplotlib.figure.Figure, kind: str) -> bytes:
+    """The figure as svg, png or pdf; the same figure gives the same bytes. Call it inside `style.context()`."""
     if (engine := figure.get_layout_engine()) is not None:
-        engine.execute(figure)  # once for both files
+        engine.execute(figure)  # once, whatever the number of files
         figure.set_layout_engine("none")
-    for suffix, metadata in _METADATA.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix, metadata=metadata)
-        path = folder / f"{name}.{suffix}"
-        if not path.exists() or path.read_bytes() != buffer.getvalue():
-            files.replace(path, buffer.getvalue())
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, metadata=_METADATA[kind])
+    return buffer.getvalue()

@@ -1,0 +1,315 @@
+"""The command on recorded runs: what is shared, who is judged, what is told of the rest, and how it exits."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from repro import compare_read
+from repro.measure.stats import exact
+from repro.records import schema
+from repro.runner import THROTTLED
+from repro.suite import Measurement
+
+from .conftest import CELLS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def words(output: str) -> dict[str, int]:
+    """Verdicts counted, from the headline."""
+    line = output.strip().splitlines()[-1]
+    return {w: int(n) for n, w in re.findall(r"(\d+) (SLOWER|FASTER|SAME|AMBIGUOUS)", line)}
+
+
+def test_two_measurements_of_one_device_get_a_verdict(recorder):
+    old = recorder.run("before")
+    new = recorder.run("after", factor={"fused": 1.3}, seed=1)
+    done = recorder.call(old, new)
+    assert done.exit_code == 0, done.output
+    assert words(done.output) == {"SLOWER": 2, "SAME": 2}
+    assert "fused  forward" in done.output or "fused" in done.output
+    assert "1.30" in done.output and "69%" in done.output  # the ratio, and 90% of the ceiling / 1.3
+    assert "2.0 GB" not in done.output, "what did not change is left to --all"
+    assert "SAME" in recorder.call(old, new, "--all").output
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.3, 1), (1.0, 0), (0.7, 0)])
+def test_fail_on_slower(recorder, factor, code):
+    old, new = recorder.run("before"), recorder.run("after", factor=factor, seed=1)
+    assert recorder.call(old, new, "--fail-on", "slower").exit_code == code
+    assert recorder.call(old, new).exit_code == 0
+
+
+def test_different_devices_are_never_judged(recorder):
+    one, two = recorder.run(slug="acme-1"), recorder.run(slug="acme-2", factor=9.0)
+    done = recorder.call(one, two, "--all")
+    assert done.exit_code == 0
+    assert "side by side, no verdicts" in done.output
+    assert not re.search("SLOWER|FASTER|SAME|AMBIGUOUS", done.output)
+    assert "of ceiling" in done.output and " 90%" in done.output and " 10%" in done.output
+    refused = recorder.call(one, two, "--fail-on", "slower")
+    assert refused.exit_code == 2 and "measured twice" in refused.output
+
+
+def test_one_slug_of_two_processors_is_two_devices(recorder):
+    facts = {"gpu_name": None, "gpu_count": 0}
+    one = recorder.run("before", "cpu-x86-64-2c", cpu_name="Tortoise", **facts)
+    two = recorder.run("after", "cpu-x86-64-2c", cpu_name="Hare", **facts)
+    assert "no verdicts" in recorder.call(one, two).output
+    same = recorder.run("later", "cpu-x86-64-2c", cpu_name="Hare", seed=1, load_average=7.5, cores=2, **facts)
+    done = recorder.call(two, same)
+    assert words(done.output) == {"SAME": 4}
+    assert "other processes were running (load 7.5)" in done.output
+
+
+def test_of_three_sources_each_is_judged_against_the_first_of_its_device(recorder):
+    a = recorder.run("a")
+    b = recorder.run("b", "acme-2")
+    c = recorder.run("c", factor=0.7, seed=1)
+    done = recorder.call(a, b, c)
+    assert "acme-1 #2 against acme-1: 4 FASTER" in done.output
+
+
+def test_without_arguments_every_recorded_device_is_shown(recorder, monkeypatch):
+    recorder.run(slug="acme-1")
+    recorder.run(slug="acme-2")
+    (recorder.root / "results" / "claims.csv").write_text("id,statement\n")
+    monkeypatch.setattr("repro.compare.ROOT", recorder.root)
+    for arguments in ((), ("acme-1", "acme-2"), (recorder.root,), ("results",)):
+        done = recorder.call(*arguments)
+        assert done.exit_code == 0 and "acme-1" in done.output and "acme-2" in done.output, (arguments, done.output)
+
+
+def test_one_device_alone_is_shown(recorder):
+    done = recorder.call(recorder.run())
+    assert done.exit_code == 0 and "nothing to compare it with" in done.output and "81.9 us" in done.output or "82 us" in done.output
+
+
+# runs inside one folder
+
+
+def test_latest_against_previous_goes_case_by_case(recorder):
+    folder = recorder.run()
+    recorder.run(factor=2.0, cells=CELLS[:1], seed=1)
+    recorder.run(factor=3.0, cells=CELLS[1:2], seed=2)  # another case: the case before keeps its previous run
+    done = recorder.call(folder, "--runs", "previous", "latest")
+    assert words(done.output) == {"SLOWER": 2}
+    assert "latest against previous" in done.output
+    assert "only in latest: 2 cases of speed" in done.output
+    assert recorder.call(folder, "--runs", "first", "latest", "--fail-on", "slower").exit_code == 1
+
+
+def test_runs_by_id(recorder):
+    folder = recorder.run()
+    recorder.run(factor=2.0, seed=1)
+    first, second = [json.loads(line)["run_id"] for line in (folder / "runs.jsonl").read_text().splitlines()]
+    assert words(recorder.call(folder, "--runs", first, second[-4:]).output) == {"SLOWER": 4}
+    unknown = recorder.call(folder, "--runs", first, "nope")
+    assert unknown.exit_code == 2 and first in " ".join(unknown.output.split()).replace(" ", "")
+    several = recorder.call(folder, "--runs", "2", second)
+    assert several.exit_code == 2 and "several runs" in several.output
+
+
+def test_a_case_measured_once_has_no_previous_run(recorder):
+    done = recorder.call(recorder.run(), "--runs", "previous", "latest")
+    assert done.exit_code == 2 and "no case was measured twice" in done.output
+
+
+# folders that are not alike
+
+
+def test_partial_runs_and_missing_suites_are_compared_on_what_they_share(recorder):
+    old = recorder.run("before")
+    recorder.run("before", suite="memory")
+    new = recorder.run("after", cells=CELLS[:2], seed=1)
+    done = recorder.call(old, new)
+    assert done.exit_code == 0 and words(done.output) == {"SAME": 2}
+    assert "only in acme-1: memory (4 cases), 2 cases of speed" in done.output
+
+
+def test_an_older_schema_is_migrated_and_a_newer_one_listed(recorder, monkeypatch):
+    old, new = recorder.run("before"), recorder.run("after", seed=1)
+    text = (old / "speed.csv").read_text()
+    (old / "speed.csv").write_text(re.sub("^1,", "0,", text, flags=re.M))
+    left_out = recorder.call(old, new)
+    assert left_out.exit_code == 2 and "no migration from schema 0" in left_out.output
+    monkeypatch.setitem(schema.MIGRATIONS, 0, lambda row: {**row, "impl": row["impl"]})
+    assert words(recorder.call(old, new).output) == {"SAME": 4}
+    lines = text.splitlines(keepends=True)
+    newer = [re.sub("^1,", "99,", line) if "eager" in line else line for line in lines]
+    (old / "speed.csv").write_text("".join(newer))
+    done = recorder.call(old, new)
+    assert words(done.output) == {"SAME": 2} and "schema 99 is newer" in " ".join(done.output.split())
+
+
+def test_without_samples_there_is_no_verdict(recorder):
+    old, new = recorder.run("before"), recorder.run("after", factor=2.0, seed=1)
+    shutil.rmtree(old / "samples")
+    assert words(recorder.call(old, new).output) == {"AMBIGUOUS": 4}
+    shutil.rmtree(new / "samples")
+    assert "nothing that both measured" in recorder.call(old, new, "--all").output
+
+
+def test_without_run_records_the_slug_decides(recorder):
+    old, new = recorder.run("before"), recorder.run("after", seed=1)
+    (old / "runs.jsonl").unlink()
+    assert words(recorder.call(old, new).output) == {"SAME": 4}
+
+
+def test_rows_that_both_hold_are_not_compared_with_themselves(recorder):
+    old = recorder.run("before")
+    shutil.copytree(old, recorder.root / "copy" / "acme-1")
+    assert "nothing that both measured" in recorder.call(old, recorder.root / "copy" / "acme-1").output
+
+
+def test_throttled_and_simulated_are_marked_and_simulated_is_not_judged(recorder):
+    simulated = Measurement("gain", "1/s", 3.0, 3.0, 3.0, 5, "simulated", "run-1", samples=(3.0,) * 5)
+    old = recorder.run("before", extra=(simulated,))
+    new = recorder.run("after", factor=2.0, seed=1, extra=(simulated, THROTTLED))
+    done = recorder.call(old, new)
+    assert words(done.output) == {"SLOWER": 4}
+    assert "†" in done.output and "throttled" in done.output
+    alone = recorder.call(old, new, "--metric", "gain")
+    assert "3 1/s~" in alone.output and "nothing that both measured" in alone.output
+
+
+# pytest-benchmark
+
+
+def benchmarks(path: Path, factor: float, data: bool = True, slug: str | None = "acme-1") -> Path:
+    names = {"stream": 1.0, "fused": 1.25}
+    content = {
+        "machine_info": {"node": "n", "cpu": {"brand_raw": "Tortoise", "count": 2}},
+        "commit_info": {"id": "abc"},
+        "datetime": "2026-11-29T12:00:00",
+        "benchmarks": [
+            {
+                "fullname": f"suites/test_kernels.py::test_kernel[{impl}]",
+                "group": "forward-bf16",
+                "extra_info": {"impl": impl},
+                "stats": {
+                    "median": f * factor, "q1": f * factor, "q3": f * factor, "rounds": 20,
+                    **({"data": [f * factor * (1 + 1e-3 * i) for i in range(20)]} if data else {}),
+                },
+            }
+            for impl, f in names.items()
+        ],
+    }  # fmt: skip
+    if slug:
+        content["machine_info"]["repro"] = {"slug": slug}
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_two_files_of_pytest_benchmark(recorder):
+    old, new = benchmarks(recorder.root / "old.json", 1e-3), benchmarks(recorder.root / "new.json", 2e-3)
+    done = recorder.call(old, new, "--fail-on", "slower")
+    assert done.exit_code == 1 and words(done.output) == {"SLOWER": 2}
+    assert "80%" in done.output, "the fused op beside the stream of its group"
+
+
+def test_files_of_pytest_benchmark_without_device_or_data(recorder):
+    old, new = (benchmarks(recorder.root / f"{n}.json", 1e-3, data=False, slug=None) for n in ("old", "new"))
+    done = recorder.call(old, new)
+    assert done.exit_code == 0 and "--benchmark-json" in done.output
+    other = benchmarks(recorder.root / "other.json", 1e-3, slug="acme-2")
+    assert "no verdicts" in recorder.call(benchmarks(old, 1e-3), other).output
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"machine_info": {}, "benchmarks": []}', '{"benchmarks": 3}'])
+def test_another_json_file_is_an_error_of_one_line(recorder, text):
+    path = recorder.root / "x.json"
+    path.write_text(text)
+    done = recorder.call(path)
+    assert done.exit_code == 2 and done.output.startswith("error: ") and len(done.output.splitlines()) == 1
+
+
+def test_a_benchmark_file_and_a_folder_share_nothing(recorder):
+    done = recorder.call(benchmarks(recorder.root / "x.json", 1e-3), recorder.run())
+    assert done.exit_code == 2 and "nothing is shared" in done.output
+
+
+# files, and what is asked for
+
+
+def test_csv_and_markdown_hold_every_shared_cell(recorder):
+    old, new = recorder.run("before"), recorder.run("after", factor={"fused": 1.3}, seed=1)
+    done = recorder.call(old, new, "--csv", "all.csv", "--markdown", "all.md")
+    assert "wrote all.md" in done.output and "wrote all.csv" in done.output
+    rows = list(csv.DictReader(io.StringIO(Path("all.csv").read_text())))
+    assert len(rows) == 8  # times and bytes of four cases
+    fused = [r for r in rows if r["impl"] == "fused" and r["metric"] == "time"]
+    assert [r["acme-1 #2: verdict"] for r in fused] == ["SLOWER", "SLOWER"]
+    assert float(fused[0]["acme-1 #2: ratio"]) == pytest.approx(1.3, rel=0.01)
+    assert float(fused[0]["acme-1: ceiling"]) == 90
+    text = Path("all.md").read_text()
+    assert text.count("SLOWER") == 3 and text.count("SAME") == 3  # rows, and once each in the headline
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in tables if "forward" in line or "impl" in line}) == 1
+
+
+@pytest.mark.parametrize("slug", ["acme-1", "acme-2"])
+def test_pictures_are_the_same_bytes_again(recorder, slug):
+    old, new = recorder.run("before"), recorder.run("after", slug, factor={"fused": 1.3}, seed=1)
+    first, second = (Path(f"{n}.svg") for n in "ab")
+    for path in (first, second):
+        done = recorder.call(old, new, "--figure", path)
+        assert done.exit_code == 0, done.output
+    assert first.read_bytes() == second.read_bytes() and b"<svg" in first.read_bytes()
+
+
+def test_one_suite_one_metric(recorder):
+    old, new = recorder.run("before"), recorder.run("after", seed=1)
+    done = recorder.call(old, new, "--suite", "speed", "--metric", "ceiling", "--all")
+    assert "ceiling" in done.output and "time" not in done.output.replace("times", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("nowhere",), "neither a folder nor a .json file"),
+        (("acme-9",), "nearest: acme-1"),
+        (("empty",), "no rows in it"),
+        (("results/acme-1", "--suite", "sped"), "no suite 'sped'; nearest: speed"),
+        (("results/acme-1", "--metric", "tine"), "no metric 'tine'; nearest: time"),
+        (("results/acme-1", "--figure", "x.gif"), "--figure must end in"),
+        (("results/acme-1", "--fail-on", "faster"), "slower only"),
+        (("--runs", "a", "b"), "one device's folder"),
+        (("results/acme-1", "results/acme-1", "--runs", "a", "b"), "one device's folder"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error_of_one_line(recorder, monkeypatch, arguments, told):
+    recorder.run()
+    (recorder.root / "empty").mkdir()
+    monkeypatch.setattr("repro.compare.ROOT", recorder.root)
+    done = recorder.call(*arguments)
+    assert done.exit_code == 2
+    assert told in done.output and len(done.output.splitlines()) == 1, done.output
+
+
+def test_the_committed_results_are_read_as_they_are():
+    (source, *_) = compare_read.read("nvidia-h200", ROOT / "results")
+    assert source.machine["gpu_name"] == "NVIDIA H200" and not source.notes
+    cell = next(c for c in source.cells() if c[0] == "kernel_speed" and c[2] == "time")
+    row = source.cells()[cell]
+    assert source.samples(cell, row["run_id"]).size == row["n"]
+
+
+def test_exact_values_have_no_spread(recorder):
+    done = recorder.call(recorder.run(extra=(exact("nodes", "nodes", 6.0),)), "--metric", "nodes")
+    assert re.search(r"6 nodes\s*$", done.output, re.M)
+
+
+def test_bytes_that_changed_are_shown_without_a_verdict(recorder):
+    old = recorder.run("before", extra=(exact("peak", "GB", 1.0),))
+    new = recorder.run("after", seed=1, extra=(exact("peak", "GB", 1.5),))
+    done = recorder.call(old, new)
+    assert words(done.output) == {"SAME": 4}
+    assert re.search(r"peak +1 GB +1\.5 GB", done.output) and "saved" not in done.output
