@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from repro.balance.types import MicroBatch
+from repro.wan.optimizer import ShardedAdamW
 from repro.wan.parallel import Parallelism, World, any_number_of_shapes, parallelize, prepare_micro_batch
 from repro.wan.waiting import WaitClock
 
@@ -142,13 +143,12 @@ class Engine:
         if materialize is not None:
             materialize(model)
         self.model = model
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = ShardedAdamW(
             self.model.parameters(),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            fused=True,
         )
 
     def gradients(
