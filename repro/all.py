@@ -9,7 +9,6 @@ Exit codes: 0 done, 1 something failed (the rest is done), 2 wrong usage, 130 in
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
 from pathlib import Path
@@ -22,14 +21,17 @@ from rich.text import Text
 from repro import runner, verdicts
 from repro import suite as registry
 from repro.measure.machine import Machine, read_machine
+from repro.names import unknown
 from repro.records import Store
 from repro.report import draw, html, tables
 from repro.suite import PROFILES, Profile
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
+@app.command(context_settings={"max_content_width": 100})
 def main(
     profile: Annotated[str, typer.Option(help="smoke or full; verdicts use full.")] = "smoke",
     only: Annotated[list[str] | None, typer.Option(help="Measure this suite and what it needs; repeatable.")] = None,
@@ -48,7 +50,20 @@ def main(
     figures: Annotated[Path | None, typer.Option(help="Folder of the figures.  [default: beside the results]")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Measure what is missing on this machine, redraw the figures, judge the paper's claims."""
+    """Measure what is missing on this machine, redraw the figures, judge the paper's claims.
+
+    Rows and run records go to results/<device>/, figures and report.html to figures/. Ctrl-C keeps what is measured,
+    and the same command goes on from there. Exit codes: 0 done, 1 something failed (the rest is done), 2 wrong usage,
+    130 interrupted.
+
+    \b
+    python -m repro.all                       the smoke profile: a minute or two on any machine
+    python -m repro.all --no-measure          figures and verdicts from the recorded rows, without PyTorch
+    python -m repro.all --profile full        what verdicts use, on this GPU
+    python -m repro.all --only kernel_speed --again
+    python -m repro.all --profile full --dry-run
+    python -m repro.all --profile full --device nvidia-h200      simulate again from recorded rows
+    """  # noqa: D301 - click reads the backspace: keep these lines
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     _check(profile, only, device, results)
     chosen_profile = cast(Profile, profile)
@@ -79,30 +94,32 @@ def main(
     drawn += draw.draw_claims(rows, folder, [v.row() for v in rest])
     tables.update_readme(results.parent / "README.md", rows)
 
-    report = html.write(folder, store, suites, drawn, chosen, rest)
-
     console.print(tables.terminal(rows, console.width))
     console.print(f"{len(drawn)} figures in {folder}, verdicts in {results / 'claims.csv'}", highlight=False)
-    console.print(f"Report: {report}", highlight=False, soft_wrap=True)
+    try:
+        report = html.write(folder, store, suites, drawn, chosen, rest)
+        console.print(f"Report: {report}", highlight=False, soft_wrap=True)
+    except Exception as e:
+        errors.append(f"report: not written: {type(e).__name__}: {e}")
+        if debug:
+            console.print_exception()
     _end([*errors, *undrawn, *unjudged])
 
 
 def _check(profile: str, only: list[str] | None, device: str | None, results: Path) -> None:
     """Stop at the door what cannot work. Raises BadParameter (exit code 2)."""
     if profile not in PROFILES:
-        raise typer.BadParameter(f"{profile!r} is no profile: use {' or '.join(PROFILES)}", param_hint="--profile")
+        raise typer.BadParameter(unknown("profile", profile, PROFILES), param_hint="--profile")
     sys.path.insert(0, str(ROOT))  # suites belong to the checkout, not to the installed package
     known = registry.names()
     for name in only or []:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
-            raise typer.BadParameter(f"no suite {name!r}; nearest: {', '.join(near)}", param_hint="--only")
+            raise typer.BadParameter(unknown("suite", name, known), param_hint="--only")
         if device and not registry.is_simulated(registry.load(name)):
             raise typer.BadParameter(f"{name} measures: run it on {device} itself", param_hint="--device")
     devices = Store(results).devices()
     if device is not None and device not in devices:
-        told = ", ".join(devices) or "none"
-        raise typer.BadParameter(f"no rows of {device!r}; recorded devices: {told}", param_hint="--device")
+        raise typer.BadParameter(unknown("device", device, devices), param_hint="--device")
 
 
 def _machine(gpus: int | None) -> Machine:
@@ -144,4 +161,4 @@ def _end(errors: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app(prog_name="python -m repro.all")
