@@ -60,7 +60,7 @@ def test_dims(kind, form, dtype, dim):
     _check(inputs, run(inputs), BARS[dtype] if dim > 8 else tuple(20 * b for b in BARS[dtype]))
 
 
-@pytest.mark.parametrize("shape", [(1, 70000, 16), (70000, 1, 16), (1, 64000, 1536), (129, 6, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 70000, 16), (70000, 1, 16), (1, 12000, 1536), (129, 6, 512)], ids=str)
 def test_many_rows_and_samples(kind, form, shape):
     """Past 65,535, the limit of a grid's second dimension; and more samples than blocks."""
     make, run = kind
