@@ -33,22 +33,20 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command(context_settings={"max_content_width": 100})
 def main(
-    profile: Annotated[str, typer.Option(help="smoke or full; verdicts use full.")] = "smoke",
-    only: Annotated[list[str] | None, typer.Option(help="Measure this suite and what it needs; repeatable.")] = None,
-    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Measure what is missing here.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be measured, and stop.")] = False,
+    profile: Annotated[str, typer.Option(help="smoke or full; verdicts use full")] = "smoke",
+    only: Annotated[list[str] | None, typer.Option(help="this suite and what it needs; repeatable")] = None,
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="measure what is missing here")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be measured, and stop")] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure recorded cases (of --only) again; old rows stay.")
+        bool, typer.Option("--again", help="measure recorded cases (of --only) again; old rows stay")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Run the simulated suites from this device's recorded rows instead.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="simulate from this device's recorded rows instead")] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs to use, which name the device.  [default: one, or the CPU]")
+        int | None, typer.Option(min=0, help="GPUs to use, which name the device; else one, or the CPU")
     ] = None,
-    results: Annotated[Path, typer.Option(help="Folder of the results.")] = ROOT / "results",
-    figures: Annotated[Path | None, typer.Option(help="Folder of the figures.  [default: beside the results]")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    results: Annotated[Path, typer.Option(help="folder of results", show_default=False)] = ROOT / "results",
+    figures: Annotated[Path | None, typer.Option(help="folder of figures, if not beside the results")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """Measure what is missing on this machine, redraw the figures, judge the paper's claims.
 
@@ -57,12 +55,12 @@ def main(
     130 interrupted.
 
     \b
-    python -m repro.all                       the smoke profile: a minute or two on any machine
-    python -m repro.all --no-measure          figures and verdicts from the recorded rows, without PyTorch
-    python -m repro.all --profile full        what verdicts use, on this GPU
+    python -m repro.all                      the smoke profile: a minute or two on any machine
+    python -m repro.all --no-measure         figures and verdicts from recorded rows, without PyTorch
+    python -m repro.all --profile full       what verdicts use, on this GPU
     python -m repro.all --only kernel_speed --again
     python -m repro.all --profile full --dry-run
-    python -m repro.all --profile full --device nvidia-h200      simulate again from recorded rows
+    python -m repro.all --profile full --device nvidia-h200   simulate again from recorded rows
     """  # noqa: D301 - click reads the backspace: keep these lines
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     _check(profile, only, device, results)

@@ -6,19 +6,15 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names that `name` is most like, most alike first; all of them where it is like none.
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The line of an error: no suite 'sped'; nearest: speed. All known names where it is like none.
 
     Case and the difference of - and _ do not count.
     """
     plain = {_plain(k): k for k in known}
     near = difflib.get_close_matches(_plain(name), plain, n=3, cutoff=0.4)
-    return ", ".join(plain[n] for n in near) or ", ".join(plain.values()) or "none"
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The line of an error: no suite 'sped'; nearest: speed."""
-    return f"no {kind} {name!r}; nearest: {nearest(name, known)}"
+    told = f"nearest: {', '.join(plain[n] for n in near)}" if near else f"known: {', '.join(plain.values()) or 'none'}"
+    return f"no {kind} {name!r}; {told}"
 
 
 def _plain(name: str) -> str:

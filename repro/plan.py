@@ -8,7 +8,6 @@ Exit codes: 0 done, 2 nothing to plan with (one line says why; --debug shows the
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from repro.corpus.buckets import BucketGrid
 from repro.corpus.manifest import ManifestError, load
 from repro.corpus.shapes import Corpus
 from repro.measure.machine import read_machine
+from repro.names import unknown
 from repro.plan_setup import Costs, PlanError, Setup
 from repro.planner import Plan
 from repro.records import Store
@@ -69,7 +69,7 @@ def main(
 
     MANIFEST is .csv, .jsonl, .parquet or WebDataset .tar shards with columns height, width and frames (with fps) or
     duration. CORPUS is one of wan-uniform, opensora-1.1, opensora-1.2, koala-36m, knapformer-32, wan-curriculum,
-    images, worst-case.
+    images, worst-case. Exit codes: 0 done, 2 nothing to plan with (one line says why).
 
     \b
     python -m repro.plan clips.csv --ranks 16
@@ -126,7 +126,7 @@ def _setup(store: Store, memory_gb: float | None, sync: str, bandwidth: float | 
 
 def _check_policy(name: str | None) -> None:
     if name is not None and name not in policies.NAMES:
-        raise PlanError(f"no policy {name!r}; known: {', '.join(policies.NAMES)}")
+        raise PlanError(unknown("policy", name, policies.NAMES))
 
 
 def _picture(write: Path | None, figure: Path | None) -> Path | None:
@@ -192,8 +192,7 @@ def _clips(
         about = [f"{text}: {chosen.summary}", f"  source: {chosen.source}", f"  assumed: {chosen.assumptions}"]
         return corpus, about
     if not Path(text).suffix and not Path(text).exists():
-        near = difflib.get_close_matches(text, mixes.names(), n=3, cutoff=0.4) or mixes.names()
-        raise PlanError(f"{text!r} is neither a file nor a corpus; nearest corpora: {', '.join(near)}")
+        raise PlanError(f"{text!r} is no file; {unknown('corpus', text, mixes.names())}")
     longest = limit if extrapolate else min(limit, costs.quadratic.range.tokens[1])
     given = {name: value for name, value in reading.items() if value}
     manifest = load(text, BucketGrid(max_tokens=longest), **given)

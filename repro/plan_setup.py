@@ -17,6 +17,7 @@ from repro.balance.fit import Observations, fit, observations
 from repro.balance.memory import MemoryFit, fit_memory, memory_limit
 from repro.balance.models import MODELS, ModelSize
 from repro.balance.types import Sync
+from repro.names import unknown
 from repro.records import Store
 
 SHORTEST = 256
@@ -81,7 +82,7 @@ class Costs:
 def known_model(name: str) -> ModelSize:
     """The model called `name`. Raises PlanError for any other."""
     if name not in MODELS:
-        raise PlanError(f"no model {name!r}; known: {', '.join(MODELS)}")
+        raise PlanError(unknown("model", name, MODELS))
     return MODELS[name]
 
 

@@ -20,6 +20,7 @@ import typer
 
 from repro.balance.types import Protocols, Sync, Weighting
 from repro.corpus import mixes
+from repro.names import unknown
 from repro.wan import batching
 from repro.wan.batching import MODES
 from repro.wan.config import WanConfig
@@ -44,15 +45,13 @@ def main(
     layers: Annotated[int | None, typer.Option(min=1, help="another depth than the model's")] = None,
     init: Annotated[Path | None, typer.Option(help="folder of weights in Diffusers' format; else random")] = None,
     data: Annotated[Path | None, typer.Option(help="folder of encoded samples (repro.wan.make_corpus)")] = None,
-    corpus: Annotated[str, typer.Option(help="made-up samples of this mix of shapes, where there is no --data")] = (
-        "wan-uniform"
-    ),
+    corpus: Annotated[str, typer.Option(help="made-up samples of this mix, if no --data")] = ("wan-uniform"),
     samples: Annotated[int, typer.Option(min=1, help="of the made-up corpus")] = 100_000,
-    mode: Annotated[str, typer.Option(help="baseline, adaptiveload or balanced: policy and AdaLN")] = "balanced",
+    mode: Annotated[str, typer.Option(help="baseline, adaptiveload or balanced")] = "balanced",
     policy: Annotated[str | None, typer.Option(help="batch policy, if not the mode's")] = None,
     adaln: Annotated[str | None, typer.Option(help="AdaLN implementation, if not the mode's")] = None,
     m_mem: Annotated[
-        int | None, typer.Option(min=1, help="tokens a micro-batch may hold; 48000, or what --calibrate finds")
+        int | None, typer.Option(min=1, help="tokens a micro-batch may hold; else 48000 or as calibrated")
     ] = None,
     calibrate: Annotated[
         float | None, typer.Option(metavar="MINUTES", help="measure shapes first, and fit costs and limits to them")
@@ -64,7 +63,7 @@ def main(
     micro_batches: Annotated[int, typer.Option(min=1, help="a step and rank")] = 1,
     protocol: Annotated[str, typer.Option(help="matched (samples a step) or as_published")] = "matched",
     weighting: Annotated[str, typer.Option(help="sample (exact) or batch_mean")] = "sample",
-    sync: Annotated[str, typer.Option(help="micro_batch (full sharding) or step: where ranks meet")] = "micro_batch",
+    sync: Annotated[str, typer.Option(help="ranks meet each micro_batch (sharded) or step")] = "micro_batch",
     checkpointing: Annotated[str, typer.Option(help="of activations: none, selective or full")] = "full",
     compile_blocks: Annotated[bool, typer.Option("--compile", help="each transformer block")] = False,
     compute: Annotated[str | None, typer.Option(help="bf16 or master (fp32); else bf16 on GPUs")] = None,
@@ -89,14 +88,17 @@ def main(
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
+    Exit codes: 0 done, 1 a loss was not finite, 2 nothing to train with (one line says why), 130 interrupted.
+
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
     torchrun --nproc-per-node 8 -m repro.train --mode baseline --adaln fused --sync step
+    python -m repro.train --model tiny --corpus tiny --m-mem 256 --steps 20 --out runs/tiny
     """  # noqa: D301 - click reads the backspace: keep these lines
     running, code = False, 0
     try:
         if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+            raise ValueError(unknown("mode", mode, MODES))
         run = Run(
             config=WanConfig.preset(model, layers),
             adaln=adaln or MODES[mode].adaln,
@@ -172,7 +174,7 @@ def _source(data: Path | None, corpus: str, samples: int, seed: int) -> SampleSo
     if corpus == "tiny":
         return SyntheticSamples(batching.tiny_corpus(samples), seed)
     if corpus not in mixes.names():
-        raise ValueError(f"corpus must be tiny or one of {', '.join(mixes.names())}, got {corpus!r}")
+        raise ValueError(unknown("corpus", corpus, ["tiny", *mixes.names()]))
     return SyntheticSamples(mixes.named(corpus, samples), seed)
 
 

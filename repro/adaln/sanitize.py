@@ -126,8 +126,19 @@ def _require_kernels() -> None:
         raise CannotRun(f"the kernels are not there: {build.failure()}")
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(context_settings={"max_content_width": 100})
 def main() -> None:
-    """Run compute-sanitizer's memcheck, racecheck and initcheck over the op's tests."""
+    """Run compute-sanitizer's memcheck, racecheck and initcheck over the op's tests.
+
+    Exit codes: 0 nothing found, 1 a finding or a failed test, 2 the tools cannot run here (one line says why).
+
+    \b
+    python -m repro.adaln.sanitize
+    CUDA_HOME=/usr/local/cuda python -m repro.adaln.sanitize
+    """  # noqa: D301 - click reads the backspace: keep these lines
     try:
         _require_kernels()
         sanitizer = find_sanitizer()
@@ -146,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app(prog_name="python -m repro.adaln.sanitize")

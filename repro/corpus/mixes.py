@@ -7,7 +7,6 @@ ratio, shares) is an assumption; each mix states its own next to the code that u
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from repro.corpus import published
 from repro.corpus.buckets import BucketGrid
 from repro.corpus.shapes import Corpus, Shape, Tokenizer
+from repro.names import unknown
 
 TOKEN_BUDGET = 48_000
 """Tokens of the equal-token baseline's micro-batch (AdaptiveLoad, arXiv 2605.17923: longest sequence it can train)."""
@@ -241,8 +241,7 @@ def summaries() -> dict[str, str]:
 def mix(name: str) -> Mix:
     """The mix called `name`. Raises KeyError, with the nearest names, for any other."""
     if name not in _BUILDERS:
-        near = difflib.get_close_matches(name, _BUILDERS, n=3, cutoff=0.4) or list(_BUILDERS)
-        raise KeyError(f"no corpus named {name!r}; did you mean {', '.join(near)}?")
+        raise KeyError(unknown("corpus", name, _BUILDERS))
     return _BUILDERS[name]()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from repro.balance.models import MODELS, PATCH, ModelSize
+from repro.names import unknown
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class WanConfig:
         Raises ValueError for an unknown name or layers below 1.
         """
         if name not in MODELS:
-            raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+            raise ValueError(unknown("model", name, MODELS))
         size = MODELS[name]
         return cls(size if layers is None else replace(size, layers=layers))
 

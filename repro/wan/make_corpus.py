@@ -79,13 +79,21 @@ def picture_size(shape: Shape) -> tuple[int, int, int]:
     return shape.frames, shape.height // haar.REDUCTION, shape.width // haar.REDUCTION
 
 
-@app.command()
+@app.command(context_settings={"max_content_width": 100})
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where the shards go; created.")],
-    samples: Annotated[int, typer.Option(min=1, help="How many; 400 take about 375 MB.")] = 400,
-    seed: Annotated[int, typer.Option(help="Another seed cuts other clips.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="where the shards go; created")],
+    samples: Annotated[int, typer.Option(min=1, help="how many; 400 take about 375 MB")] = 400,
+    seed: Annotated[int, typer.Option(help="another seed cuts other clips")] = 0,
 ) -> None:
-    """Make a small corpus of real clips and photographs, encoded and captioned, for the trainer's --data."""
+    """Make a small corpus of real clips and photographs, encoded and captioned, for the trainer's --data.
+
+    Exit codes: 0 done, 2 it cannot be made (one line says why).
+
+    \b
+    python -m repro.wan.make_corpus clips/
+    python -m repro.wan.make_corpus few/ --samples 40 --seed 1
+    python -m repro.train --data clips/ --out runs/first
+    """  # noqa: D301 - click reads the backspace: keep these lines
     try:
         make(folder, load_sources(), MIX, samples, seed)
     except (FileExistsError, ModuleNotFoundError) as error:
@@ -95,4 +103,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="python -m repro.wan.make_corpus")

@@ -15,6 +15,7 @@ from repro.balance.schedule import Layout
 from repro.balance.types import Protocols, Weighting
 from repro.corpus.mixes import TOKEN_BUDGET
 from repro.measure.machine import read_machine
+from repro.names import unknown
 from repro.records import Store
 from repro.wan import batching, peaks
 from repro.wan.batching import BatchLimits, Costs
@@ -58,7 +59,7 @@ class Batching:
 
     def __post_init__(self) -> None:
         if self.policy not in policies.NAMES:
-            raise ValueError(f"policy must be one of {', '.join(policies.NAMES)}, got {self.policy!r}")
+            raise ValueError(unknown("policy", self.policy, policies.NAMES))
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_an_unknown_suite_is_a_usage_error_with_the_nearest_names(checkout):
 def test_an_unknown_profile_is_a_usage_error(checkout):
     done = checkout.run("--profile", "quick")
     assert done.exit_code == 2
-    assert "use smoke or full" in " ".join(done.output.split())
+    assert "known: smoke, full" in " ".join(done.output.split())
 
 
 def test_dry_run_shows_the_plan_and_does_nothing(checkout):

@@ -97,7 +97,7 @@ def test_worst_case_is_one_long_micro_batch_in_six_and_near_the_minimum() -> Non
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(KeyError, match="did you mean wan-uniform"):
+    with pytest.raises(KeyError, match="no corpus 'wan_unifrom'; nearest: wan-uniform"):
         mixes.named("wan_unifrom")
 
 

@@ -105,7 +105,7 @@ def test_a_useless_manifest_is_one_line_and_exit_code_2(run: Run, tmp_path: Path
     ("arguments", "message"),
     [
         (["missing.csv"], "no such manifest"),
-        (["wan-unifrom"], "nearest corpora: wan-uniform"),
+        (["wan-unifrom"], "no corpus 'wan-unifrom'; nearest: wan-uniform"),
         (["wan-uniform", "--model", "flux"], "no model 'flux'"),
         (["wan-uniform", "--device", "nvidia-h100"], "measured: nvidia-h200"),
         (["wan-uniform", "--sync", "never"], "--sync must be"),

@@ -202,5 +202,5 @@ def test_impossible_setups(wrong: dict[str, float]) -> None:
 
 
 def test_unknown_model() -> None:
-    with pytest.raises(PlanError, match=r"no model 'wan'; known: wan-1\.3b"):
+    with pytest.raises(PlanError, match=r"no model 'wan'; nearest: wan-1"):
         plan_setup.known_model("wan")

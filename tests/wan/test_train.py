@@ -60,11 +60,11 @@ def test_policy_and_adaln_are_chosen_one_by_one_and_the_same_command_goes_on(tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "wan-2b"], "model must be one of wan-1.3b, wan-14b, tiny, got 'wan-2b'"),
-        (["--mode", "fast"], "mode must be one of baseline, adaptiveload, balanced, got 'fast'"),
-        (["--policy", "fair"], "policy must be one of"),
+        (["--model", "wan-2b"], "no model 'wan-2b'; nearest: wan-1"),
+        (["--mode", "fast"], "no mode 'fast'; known: baseline, adaptiveload, balanced"),
+        (["--policy", "balanced-load"], "no policy 'balanced-load'; nearest: balanced"),
         (["--adaln", "magic"], "magic"),
-        (["--corpus", "laion"], "corpus must be tiny or one of"),
+        (["--corpus", "wan_unifrom"], "no corpus 'wan_unifrom'; nearest: wan-uniform"),
         (["--sync", "never"], "sync must be one of step, micro_batch, got 'never'"),
         (["--lr", "-1"], "lr must be positive, got -1"),
         (["--ranks", "3"], "--ranks 3, but 1 were started"),
