@@ -21,7 +21,7 @@ def eager(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, out_dtype:
     rows = _frames(x, scale)
     normalized = F.layer_norm(rows, x.shape[-1:], eps=eps)
     y = normalized * (1 + _per_row(scale, x)) + _per_row(shift, x)
-    return y.reshape(x.shape).to(out_dtype or x.dtype)
+    return _joined(y, x).to(out_dtype or x.dtype)
 
 
 def wan(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -34,7 +34,7 @@ def wan(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, out_dtype: t
     rows = _frames(x, scale)
     normalized = F.layer_norm(rows.float(), x.shape[-1:], eps=eps)
     y = normalized * (1 + _per_row(scale, x).float()) + _per_row(shift, x).float()
-    return y.reshape(x.shape).to(out_dtype or x.dtype)
+    return _joined(y, x).to(out_dtype or x.dtype)
 
 
 def reference64(
@@ -93,7 +93,7 @@ def _gated(branch: Tensor, gate: Tensor | None) -> Tensor:
     """gate * branch, with branch's shape; branch itself where there is no gate."""
     if gate is None:
         return branch
-    return (_frames(branch, gate) * _per_row(gate, branch)).reshape(branch.shape)
+    return _joined(_frames(branch, gate) * _per_row(gate, branch), branch)
 
 
 def _frames(x: Tensor, modulation: Tensor) -> Tensor:
@@ -102,6 +102,11 @@ def _frames(x: Tensor, modulation: Tensor) -> Tensor:
         frames = modulation.shape[-3]
         return x.unflatten(-2, (frames, x.shape[-2] // frames))
     return x
+
+
+def _joined(y: Tensor, x: Tensor) -> Tensor:
+    """y with x's shape, frames joined if `_frames` took them apart; else y itself, without a node in autograd's graph."""
+    return y if y.dim() == x.dim() else y.flatten(-3, -2)
 
 
 def _per_row(modulation: Tensor, x: Tensor) -> Tensor:
