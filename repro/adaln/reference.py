@@ -105,7 +105,7 @@ def _frames(x: Tensor, modulation: Tensor) -> Tensor:
 
 
 def _joined(y: Tensor, x: Tensor) -> Tensor:
-    """y with x's shape, frames joined if `_frames` took them apart; else y itself, without a node in autograd's graph."""
+    """y with x's shape, frames joined if `_frames` took them apart; else y itself, with no node for autograd."""
     return y if y.dim() == x.dim() else y.flatten(-3, -2)
 
 
