@@ -112,16 +112,17 @@ class Ranks:
 
     def _answer(self, number: int, rank: int, deadline: float, call: str) -> Any:
         while True:
-            done = [r for r in range(self.count) if self._store.check([f"answer/{number}/{r}"])]
-            for r in done:
+            for r, child in enumerate(self._children):  # first, since others fail when one is gone
+                if child.poll() is not None:
+                    raise RanksError(f"rank {r} ended with code {child.returncode}: {self._last_lines(r)}")
+            for r in range(self.count):
+                if not self._store.check([f"answer/{number}/{r}"]):
+                    continue
                 answer = json.loads(self._store.get(f"answer/{number}/{r}"))
                 if "error" in answer:
                     raise RanksError(f"rank {r}: {answer['raised']}: {answer['error']}", answer["raised"])
                 if r == rank:
                     return answer["value"]
-            for r, child in enumerate(self._children):
-                if r not in done and child.poll() is not None:
-                    raise RanksError(f"rank {r} ended with code {child.returncode}: {self._last_lines(r)}")
             if time.monotonic() > deadline:
                 raise RanksError(f"rank {rank} was not done with {call} in time: {self._last_lines(rank)}")
             time.sleep(_POLL_SECONDS)

@@ -357,3 +357,9 @@ def test_a_throttled_case_is_repeated_and_marked_where_it_persists(checkout, mon
     assert len(rows) == 3
     (run,) = Store(checkout.results).runs(HERE)
     assert run["end"]["clocks"]["throttled"] == [{"suite": "keeping", "case": {"x": 1}, "reasons": ["thermal"]}]
+
+
+def test_more_gpus_than_there_are_is_wrong_usage(checkout):
+    refused = checkout.run("--gpus", "99", "--dry-run")
+    assert refused.exit_code == 2
+    assert "gpus=99" in refused.output and checkout.logged() == []
