@@ -94,8 +94,8 @@ def render(
     deciding = [c for c in claims if c.decides]
     devices = store.devices()
     runs = html_runs.views(store, {d: _ids(rows[rows["device"] == d]) for d in devices})
-    leading = {c.row["device"] for c in deciding}
-    pictures = html_images.embed([f for f in figures if f.name != "claims"], folder, devices, leading)
+    front = {c.row["device"] for c in deciding if c.row["device"]} or set(devices)
+    pictures = html_images.embed([f for f in figures if f.name != "claims"], folder, devices, front)
     maps = [p for p in pictures if p.name.startswith("sensitivity")]
     overview = [p for p in pictures if p.name == "claims-devices"]
     shown = _by_claim([p for p in pictures if p not in maps and p not in overview], deciding)
@@ -107,9 +107,10 @@ def render(
         others={c.claim.id: [o for o in claims if o.claim.id == c.claim.id and not o.decides] for c in deciding},
         behind={c.order: _behind(c, rows, runs, suites) for c in claims},
         pictures=shown,
-        seen={c.claim.id: _elsewhere(c.claim.id, pictures, shown) for c in deciding},
-        leading=leading,
-        front=["", *sorted(leading)],
+        seen={
+            c.claim.id: _seen(c.claim.id, [p for p in pictures if p.device in {"", *front}], shown) for c in deciding
+        },
+        front={"", *front},
         maps=maps,
         overview=overview,
         explorer=explorer.payload(rows),
@@ -188,7 +189,7 @@ def _by_claim(pictures: Sequence[Picture], deciding: Sequence[ClaimView]) -> dic
     return found
 
 
-def _elsewhere(claim: str, pictures: Sequence[Picture], shown: Mapping[str, Sequence[Picture]]) -> list[Picture]:
+def _seen(claim: str, pictures: Sequence[Picture], shown: Mapping[str, Sequence[Picture]]) -> list[Picture]:
     """The pictures that illustrate a claim but are shown in another place."""
     return [p for p in pictures if claim in p.claims and p not in shown.get(claim, ())]
 
