@@ -43,6 +43,17 @@ def test_one_command_measures_draws_and_judges(checkout):
     assert (run["end"]["status"], run["end"]["cases"]) == ("finished", {"measured": 4})
 
 
+def test_a_report_that_cannot_be_written_is_named_and_the_rest_is_done(checkout, monkeypatch):
+    done = checkout.run()
+    assert f"Report: {checkout.figures / 'report.html'}" in done.output.replace("\n", "")
+    monkeypatch.setattr("repro.all.html.write", lambda *_: 1 / 0)
+    (checkout.results / "claims.csv").unlink()
+    done = checkout.run("--no-measure")
+    assert done.exit_code == 1
+    assert "report: not written: ZeroDivisionError: division by zero" in done.output
+    assert len(claims(checkout)) == 18
+
+
 def test_a_suite_that_names_itself_sees_its_own_earlier_cases(checkout):
     body = (checkout.root / "suites" / "speed.py").read_text()
     checkout.suite("speed", body.replace('("K1",), (), ', '("K1",), ("speed",), '))
