@@ -30,7 +30,7 @@ def losses_after(parallelism: Parallelism, device: str) -> list[float]:
     for step in range(3):
         result = engine.step(step, micro_batches(step, world.rank), [4, 4])
         assert result.lr == SETTINGS.lr * (0.5 if step == 0 else 1.0)
-        assert result.samples == 4 and len(result.ranks) == world.size and not result.skipped
+        assert result.samples == 2 * world.size and len(result.ranks) == world.size and not result.skipped
         assert all(0 <= r.wait_seconds <= r.seconds for r in result.ranks)
         found.append(result.loss)
     return found
