@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -19,6 +20,33 @@ def several(rows: pd.DataFrame) -> bool:
     return bool(rows["device"].nunique() > 1)
 
 
+def lines(
+    panels: Mapping[str, pd.DataFrame], quantity: str, log: bool = False, x: str = "tokens of one sample, S"
+) -> matplotlib.figure.Figure:
+    """Panels beside each other, a line a device against a number of tokens.
+
+    panels: title -> a table with columns device, tokens, value, ci_low, ci_high and kind. quantity: what y says.
+    """
+    looks = style.device_looks(d for table in panels.values() for d in table["device"])
+    figure, axes = style.subplots(1, len(panels), 2.5, sharey=not log)
+    for ax, (title, table) in zip(axes[0], panels.items(), strict=True):
+        for (device, kind), own in table.groupby(["device", "kind"], sort=True):
+            color, marker = looks[str(device)]
+            face = color if kind == "measured" else "white"
+            look: Any = {"color": color, "marker": marker, "markerfacecolor": face, "label": str(device)}
+            style.series(ax, own["tokens"], own["value"], "", low=own["ci_low"], high=own["ci_high"], **look)
+        if log:
+            ax.set_yscale("log")
+            style.log_ticks(ax.yaxis)
+        style.token_axis(ax, table["tokens"].to_numpy(), x)
+        ax.set_title(title)
+    axes[0, 0].set_ylabel(quantity)
+    if not log:
+        axes[0, 0].set_ylim(0, None)
+    style.legend(figure, {k for table in panels.values() for k in table["kind"]})
+    return figure
+
+
 def dots(panels: Mapping[str, pd.DataFrame], paper: Mapping[str, Paper] | None = None) -> matplotlib.figure.Figure:
     """One panel below the other, the devices' values of each row side by side.
 
@@ -27,7 +55,8 @@ def dots(panels: Mapping[str, pd.DataFrame], paper: Mapping[str, Paper] | None =
     """
     looks = style.device_looks(d for table in panels.values() for d in table["device"])
     counts = [table["row"].nunique() for table in panels.values()]
-    step = 0.09 + 0.09 * len(looks)
+    lines = max(str(row).count("\n") + 1 for table in panels.values() for row in table["row"])
+    step = max(0.09 + 0.09 * len(looks), 0.13 * lines + 0.04)
     figure = matplotlib.figure.Figure(
         figsize=(style.WIDTH, sum(step * n + 0.62 for n in counts) + 0.3), layout="constrained"
     )

@@ -7,9 +7,9 @@ policy, AdaLN and M_comp; what differs in these only are the entries of the cell
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -17,10 +17,6 @@ from repro.balance import assumptions, campaign
 from repro.claims import BY_ID
 from repro.corpus import mixes
 from repro.report import style
-from repro.suite import Suite
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GAIN = "gain"
 SHOWN = ("tokens_per_s", "share_of_perfect", "mix_distance", "samples_per_step")
@@ -42,15 +38,10 @@ class Dimension:
     notes: tuple[str, ...]
 
 
-def suites_of(suites: Mapping[str, Suite]) -> list[str]:
-    """The suites whose rows may be campaigns."""
-    return [n for n, s in suites.items() if set(campaign.PARAMETERS) <= set(s.PARAMETERS)]
-
-
 def payload(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Everything the explorer shows, as plain JSON values; None where no row compares tokens/s.
+    """Everything the explorer shows, as plain JSON values; None where no simulated row compares tokens/s.
 
-    rows: of suites with the columns `campaign.PARAMETERS`, of all devices (column `device`).
+    rows: of any suites and devices; those without the columns `campaign.PARAMETERS` are left out.
     """
     table = _wide(rows)
     if table.empty:
@@ -81,8 +72,9 @@ def payload(rows: pd.DataFrame) -> dict[str, Any] | None:
 
 def _wide(rows: pd.DataFrame) -> pd.DataFrame:
     """A row a setting: what `_dimensions` tells apart, policy, AdaLN, m_comp, gain with interval, the SHOWN metrics."""
-    simulating = set(rows.loc[rows["metric"] == GAIN, "suite"])
-    rows = rows[rows["suite"].isin(simulating) & rows["metric"].isin((GAIN, *SHOWN))].copy()
+    rows = rows[rows["kind"] == "simulated"]
+    comparing = set(rows.loc[rows["metric"] == GAIN, "suite"])
+    rows = rows[rows["suite"].isin(comparing) & rows["metric"].isin((GAIN, *SHOWN))].copy()
     for column in ("ranks", "micro_batches", "token_budget", "m_mem", "m_comp"):
         rows[column] = pd.to_numeric(rows[column], errors="coerce") if column in rows else math.nan
     rows = rows.dropna(subset=["ranks", "micro_batches", "token_budget", "m_mem"])

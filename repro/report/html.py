@@ -105,7 +105,7 @@ def render(
         summary=_summary(deciding),
         short=[c for c in deciding if not c.holds],
         others={c.claim.id: [o for o in claims if o.claim.id == c.claim.id and not o.decides] for c in deciding},
-        behind={c.order: _behind(c, rows, runs, suites) for c in claims},
+        behind={c.claim.id: _behind(c, rows, runs, suites) for c in deciding},
         pictures=shown,
         seen={
             c.claim.id: _seen(c.claim.id, [p for p in pictures if p.device in {"", *front}], shown) for c in deciding

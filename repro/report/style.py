@@ -60,6 +60,8 @@ _LOOK: dict[str, tuple[str, str, str]] = {
     "longest_first": ("longest first", BLUE, "P"),
     "balanced": ("balanced (ours)", RED, "D"),
 }
+_LINES = {"stream": ":", "wan": "--"}
+"""What tells those apart that share black; everyone else has a whole line."""
 _DEVICES = tuple(zip((BLUE, ORANGE, GREEN, PINK, BLACK, SKY, RED, GREY), "osD^vPXh", strict=True))
 _SPARE = ((BLUE, "<"), (GREEN, ">"), (PINK, "d"), (YELLOW, "*"))
 
@@ -171,7 +173,7 @@ def series(
         "color": color(name),
         "marker": marker(name),
         "markerfacecolor": face(name, kind),
-        "linestyle": "-" if line else "none",
+        "linestyle": _LINES.get(name, "-") if line else "none",
         "label": label(name),
         "elinewidth": 1.2,
     }

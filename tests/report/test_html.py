@@ -255,6 +255,13 @@ class TestExplorer:
             found = self.entries(explorer.payload(pd.concat(both, ignore_index=True)))
             assert [(e[3], e[10]) for e in found if e[:2] == [2, 0]] == [(1, 9)]
 
+    def test_measured_gains_and_suites_with_other_columns_are_left_out(self, page, payload):
+        rows = page.store.rows("gains")
+        both = pd.concat([rows, rows.assign(kind="measured", value=77.0, n=99), page.store.rows("speed")])
+        assert explorer.payload(both) == payload
+        other = rows[["device", "profile", "suite", "run_id", "metric", "value", "ci_low", "ci_high", "n", "kind"]]
+        assert explorer.payload(other) is None
+
     def test_rows_with_broken_numbers_are_left_out(self, page):
         rows = page.store.rows("gains").astype({"ranks": object})
         rows.loc[rows["policy"] == "balanced", "ranks"] = "many"
