@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.colors import LogNorm
@@ -139,28 +139,16 @@ def _correlations(ax: Axes, found: dict[str, tuple[Interval, Interval]]) -> None
 
 def _draw_devices(table: pd.DataFrame) -> list[Figure]:
     """Time of the blocks on all devices, in the shapes of equal-token steps."""
-    from repro.report import devices, style
+    from repro.report import devices
 
     table = table[(table["adaln"] == "eager") & (table["layers"] == table["model"].map(block_time.LAYERS))]
     table = table[table["batch"] == np.maximum(1, block_time.BUDGETS[0] // table["tokens"])]
     if not devices.several(table):
         return []
-    looks = style.device_looks(table["device"])
-    models = [m for m in block_time.SHOWN if (table["model"] == m).any()]
-    figure, axes = style.subplots(1, len(models), 2.5)
-    for ax, model in zip(axes[0], models, strict=True):
-        own = table[table["model"] == model]
-        for device, cells in own.groupby("device", sort=True):
-            color, marker = looks[str(device)]
-            scale = 1e3 / block_time.LAYERS[model] / (cells["batch"] * cells["tokens"])
-            ends: Any = {"low": cells["ci_low"] * scale, "high": cells["ci_high"] * scale}
-            look: Any = {"color": color, "marker": marker, "markerfacecolor": color, "label": str(device)}
-            style.series(ax, cells["tokens"], cells["value"] * scale, "eager", **ends, **look)
-        ax.set(yscale="log", title=f"{model} width")
-        style.log_ticks(ax.yaxis)
-        style.token_axis(ax, own["tokens"].to_numpy(), "tokens of one sample, S")
-    axes[0, 0].set_ylabel("us a token and block")
-    style.legend(figure, ["measured"])
+    scale = 1e3 / table["model"].map(block_time.LAYERS) / (table["batch"] * table["tokens"])
+    table = table.assign(**{c: table[c] * scale for c in ("value", "ci_low", "ci_high")})
+    panels = {f"{m} width": table[table["model"] == m] for m in block_time.SHOWN if (table["model"] == m).any()}
+    figure = devices.lines(panels, "us a token and block", log=True)
     caption = (
         "Forward and backward of a Wan block on each device: equal-token micro-batches (48,000 tokens, at least one "
         "sample), eager AdaLN, full checkpointing. Bars are 95% intervals."

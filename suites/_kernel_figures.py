@@ -64,8 +64,7 @@ def _draw_device(
         tokens = sorted(cell["tokens"].unique())
         for impl in style.ordered(list(cell["impl"])):
             own = cell[cell["impl"] == impl].set_index("tokens").reindex(tokens).reset_index()  # a gap breaks the line
-            look: Any = {"linestyle": {"stream": ":", "wan": "--"}.get(impl, "-")}
-            style.series(ax, own["tokens"], own["value"], impl, low=own["ci_low"], high=own["ci_high"], **look)
+            style.series(ax, own["tokens"], own["value"], impl, low=own["ci_low"], high=own["ci_high"])
         style.token_axis(ax, tokens, "tokens N" if i == len(dims) - 1 else "")
         ax.set_title(f"{direction}, {dtype}, D={dim:,}")
         _heights(ax, cell, metric, paper[direction] if dtype == "bf16" else None)

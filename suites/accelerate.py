@@ -94,7 +94,7 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
     """For each device: step time and peak memory before and after."""
     rows = rows[(rows["suite"] == NAME) & rows["metric"].isin(["forward_backward", "peak_memory"])]
     rows = rows[rows["model"] != "tiny"]  # a smoke test's times would say nothing
-    return [_draw(str(device), own) for device, own in rows.groupby("device", sort=True)]
+    return [*(_draw(str(device), own) for device, own in rows.groupby("device", sort=True)), *_draw_devices(rows)]
 
 
 @functools.lru_cache(maxsize=4)
@@ -152,6 +152,22 @@ def _draw(device: str, rows: pd.DataFrame) -> Figure:
         f"fp32 formula) and accelerated. Blocks: {depths}. Bars end at medians, lines are 95% intervals."
     )
     return Figure(f"accelerate-{device}", figure, caption)
+
+
+def _draw_devices(rows: pd.DataFrame) -> list[Figure]:
+    """Step time and memory with the fused op on all devices."""
+    from repro.report import devices
+
+    if not devices.several(rows):
+        return []
+    cells = rows[rows["adaln"] == "fused"].sort_values(["model", "tokens"])
+    tokens = cells["tokens"].map(lambda n: f"{int(n):,}")
+    cells = cells.assign(row=cells["model"] + ", S=" + tokens + ", " + cells["checkpointing"])
+    panels = {"ms a training step": "forward_backward", "peak memory, GB": "peak_memory"}
+    shown = {name: cells[cells["metric"] == metric] for name, metric in panels.items()}
+    figure = devices.dots({name: own for name, own in shown.items() if len(own)})
+    caption = "A Diffusers WanTransformer3DModel, accelerated, on each device. Bars are 95% intervals."
+    return [Figure("accelerate-devices", figure, caption)]
 
 
 def _width(model: str) -> str:

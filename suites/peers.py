@@ -102,12 +102,15 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
-    """For each device and dtype: % of the ceiling of every implementation against the number of tokens."""
-    own = rows[(rows["suite"] == NAME) & (rows["metric"] == "ceiling")]
-    own = own[(own["form"] == "per_sample") & (own["batch"] == 1)]
-    return [
-        _draw(table, str(device), str(dtype)) for (device, dtype), table in own.groupby(["device", "dtype"], sort=True)
+    """For each device and dtype: % of the ceiling of every implementation against the number of tokens; then all."""
+    own = rows[(rows["suite"] == NAME) & (rows["form"] == "per_sample") & (rows["batch"] == 1)]
+    ceiling = own[own["metric"] == "ceiling"]
+    figures = [
+        _draw(table, str(device), str(dtype))
+        for (device, dtype), table in ceiling.groupby(["device", "dtype"], sort=True)
     ]
+    fused = own[(own["impl"] == "fused") & (own["dtype"] == DTYPES[0])]
+    return figures + _draw_devices(fused[fused["metric"] == "over_best_peer"])
 
 
 def _measure(case: Case, machine: Machine) -> list[Measurement]:
@@ -238,3 +241,18 @@ def _draw(table: pd.DataFrame, device: str, dtype: str) -> Figure:
         f"LayerNorms with weight = 1 + scale. Versions of the packages stand in the run record.{smoke}"
     )
     return Figure(f"peers{'' if dtype == 'bf16' else '_' + dtype}-{device}", figure, caption)
+
+
+def _draw_devices(table: pd.DataFrame) -> list[Figure]:
+    """The fused op over the best of the others on all devices, at the widest model that several measured."""
+    from repro.report import devices
+
+    on = table.groupby("dim")["device"].nunique()
+    if not (on > 1).any():
+        return []
+    dim = on.index[on > 1].max()
+    own = table[table["dim"] == dim]
+    panels = {f"{d}, {DTYPES[0]}, D={dim:,}": own[own["pass"] == d] for d in ("forward", "backward")}
+    figure = devices.lines(panels, "time of the best other / fused's", x="tokens N")
+    caption = "The fastest other implementation's device time over the fused op's, B=1: above 1 the fused op is faster."
+    return [Figure("peers-devices", figure, caption)]

@@ -115,7 +115,8 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
     """Time a token against length with the fitted power law, and peak memory against tokens, for each device."""
-    return [figure for device, own in rows.groupby("device", sort=True) for figure in _draw_device(str(device), own)]
+    figures = [f for device, own in rows.groupby("device", sort=True) for f in _draw_device(str(device), own)]
+    return figures + _draw_devices(rows)
 
 
 def fitted(rows: pd.DataFrame, model: str, layers: int) -> tuple[Fit, Fit] | None:
@@ -216,3 +217,28 @@ def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
         "peak memory."
     )
     return [Figure(f"shape_sweep-{device}", figure, caption, CLAIMS)]
+
+
+def _draw_devices(rows: pd.DataFrame) -> list[Figure]:
+    """Time a token at each length's largest batch, on all devices."""
+    import pandas as pd
+
+    from repro.report import devices
+
+    panels = {}
+    for model, layers in SHOWN:
+        found = []
+        for device, own in rows.groupby("device", sort=True):
+            cells = _cells(own, model, layers)
+            full = cells.loc[cells.groupby("tokens")["batch"].idxmax()] if len(cells) else cells
+            found.append(full.assign(device=device))
+        table = pd.concat(found, ignore_index=True)
+        if devices.several(table):
+            value = 1e3 * table["forward_backward"] / (table["batch"] * table["tokens"])
+            panels[f"{model}, {layers} layers"] = table.assign(
+                value=value, ci_low=value, ci_high=value, kind="measured"
+            )
+    if not panels:
+        return []
+    caption = "The trainer's forward and backward passes on each device, on the most ranks measured: largest batches."
+    return [Figure("shape_sweep-devices", devices.lines(panels, "us a token"), caption, CLAIMS)]

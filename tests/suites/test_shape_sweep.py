@@ -136,7 +136,8 @@ def test_shapes_without_memory_take_no_part():
     assert left.observations.batch.size == whole.observations.batch.size - 1
 
 
-def test_a_figure_for_each_device():
+def test_a_figure_for_each_device_and_one_for_all():
     rows = pd.concat([rows_of(lambda b, s: 1e-6 * b * s, device=d) for d in ("nvidia-b", "nvidia-a")])
-    assert [f.name for f in shape_sweep.draw(rows)] == ["shape_sweep-nvidia-a", "shape_sweep-nvidia-b"]
+    names = ["shape_sweep-nvidia-a", "shape_sweep-nvidia-b", "shape_sweep-devices"]
+    assert [f.name for f in shape_sweep.draw(rows)] == names
     assert shape_sweep.draw(rows.assign(model="tiny")) == []

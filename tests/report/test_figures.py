@@ -1,0 +1,104 @@
+"""Every figure of every suite: readable in a column 89 mm wide, marked, and of several devices together."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from matplotlib.text import Text
+
+from repro import suite as registry
+from repro.measure.machine import Machine
+from repro.records import Store
+from repro.report import devices, draw, style
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMN_MM, POINTS = 89, 5
+"""A printed column, and the smallest type that is readable there."""
+GPU = Machine("nvidia-h200", "NVIDIA H200", 1, (9, 0), 132, 150 << 30, 16, {})
+MADE_UP = {
+    "peers": {"time": "us", "ceiling": "%", "over_best_peer": "x"},
+    "shape_sweep": {"forward_backward": "ms", "peak_memory": "GB"},
+    "trainer_mfu": {"hfu": "%", "share_of_block_stack": "%"},
+    "accelerate": {"forward_backward": "ms", "peak_memory": "GB"},
+}
+"""Suites that may have no rows here yet, and metrics to make up."""
+
+
+def recorded(name: str) -> pd.DataFrame:
+    """Rows of a suite as they are recorded for a GPU, and once more as those of another one."""
+    suite = registry.load(name)
+    rows = draw.rows_to_draw(Store(ROOT / "results"), [name, *registry.other_needs(suite)])
+    rows = rows[rows["device"] == "nvidia-h200"]
+    return pd.concat([rows, rows.assign(device="nvidia-next")], ignore_index=True)
+
+
+def made_up(name: str) -> pd.DataFrame:
+    """Every case of the full profile with values that differ by device."""
+    rows = []
+    for k, device in enumerate(("nvidia-h200", "nvidia-next"), start=1):
+        for i, case in enumerate(registry.load(name).cases("full", GPU)):
+            for metric, unit in MADE_UP[name].items():
+                value = 10.0 * k + i % 7
+                ends = {"value": value, "ci_low": 0.9 * value, "ci_high": 1.1 * value, "n": 30}
+                head = {"device": device, "run_id": "r", "suite": name, "profile": "full", **case.key}
+                rows.append({**head, "metric": metric, "unit": unit, "kind": "measured", **ends})
+    return pd.DataFrame(rows)
+
+
+def check(figure: registry.Figure) -> None:
+    """Readable, inside its edges, and told how its values came about."""
+    drawn = figure.figure
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a layout that did not work out warns
+        draw.picture(drawn, "png")
+    texts = [t for t in drawn.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    shrunk = COLUMN_MM / 25.4 / drawn.get_figwidth()
+    assert min(t.get_fontsize() for t in texts) * shrunk >= POINTS, figure.name
+    for ax in drawn.axes:
+        shown = ax.get_visible() and ax.axison
+        names = [ax.xaxis.label, ax.yaxis.label, ax.title, ax._left_title, ax._right_title, *ax.texts] if shown else []
+        for text in (t for t in names if t.get_text().strip()):
+            box = text.get_window_extent()
+            edges = drawn.bbox
+            assert box.x0 >= edges.x0 - 1 and box.x1 <= edges.x1 + 1, (figure.name, text.get_text())
+            assert box.y0 >= edges.y0 - 1 and box.y1 <= edges.y1 + 1, (figure.name, text.get_text())
+    legend = " ".join(t.get_text() for made in drawn.legends for t in made.get_texts())
+    assert "measured" in legend or "simulated" in legend, figure.name
+    assert figure.caption
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_figures_of_a_suite(name: str) -> None:
+    rows = recorded(name)
+    if not (rows["suite"] == name).any():
+        rows = made_up(name)
+    with style.context():
+        figures = registry.load(name).draw(rows)
+        assert figures
+        for figure in figures:
+            if not figure.name.endswith("-nvidia-next"):
+                check(figure)
+    names = [f.name for f in figures]
+    assert len(set(names)) == len(names)
+    own = [n for n in names if n.endswith("-nvidia-h200")]
+    assert own and {n.replace("h200", "next") for n in own} <= set(names)
+    assert any(n.endswith("-devices") for n in names), "want a figure of all devices"
+    assert all(n.endswith(("-nvidia-h200", "-nvidia-next", "-devices")) for n in names)
+
+
+def test_dots_hold_what_they_are_given() -> None:
+    table = pd.DataFrame(
+        {"row": ["a", "b", "a"], "device": ["x", "x", "y"], "kind": ["measured", "simulated", "measured"],
+         "value": [1.0, 2.0, 3.0], "ci_low": [0.5, 2.0, 2.0], "ci_high": [1.5, 2.0, 4.0]}
+    )  # fmt: skip
+    with style.context():
+        figure = devices.dots({"speed, us": table}, {"speed, us": ("paper: 9", 9.0)})
+        (ax,) = figure.axes
+        assert ax.get_xlim()[0] == 0 and ax.get_xlim()[1] > 9, "the paper's value is on the axis"
+        values = sorted(x for c in ax.containers for x in c.lines[0].get_xdata())
+        faces = {c.lines[0].get_markerfacecolor() for c in ax.containers}
+    assert values == [1.0, 2.0, 3.0] and "white" in faces and len(faces) == 3
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["a", "b"]
