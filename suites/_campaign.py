@@ -7,6 +7,7 @@ share. It covers which samples meet in a step, not the errors of the measured ti
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -95,11 +96,25 @@ def paired(
 
 def lookup(table: pd.DataFrame, setting: Setting, metric: str) -> pd.Series | None:
     """The row of a setting and metric, None where it is missing."""
-    found = table[table["metric"] == metric]
-    for name, wanted in setting.key.items():
-        if wanted != "" and len(found):
-            found = found[found[name] == wanted]
-    return None if found.empty else found.iloc[-1]
+    wanted = {"metric": metric, **{name: v for name, v in setting.key.items() if v != ""}}
+    at = _places(table, tuple(wanted)).get(tuple(wanted.values()))
+    return None if at is None else table.iloc[at]
+
+
+_indexed: dict[int, tuple[weakref.ref[Any], dict[tuple[str, ...], dict[tuple[Any, ...], int]]]] = {}
+"""Of tables that live: `_places` by columns. Figures and notes look the same table up many hundred times."""
+
+
+def _places(table: pd.DataFrame, columns: tuple[str, ...]) -> dict[tuple[Any, ...], int]:
+    """Values of these columns -> position of the last row that has them. Tables are not changed once they are made."""
+    at = id(table)
+    if at not in _indexed:
+        _indexed[at] = (weakref.ref(table, lambda _: _indexed.pop(at, None)), {})
+    indexes = _indexed[at][1]
+    if columns not in indexes:
+        values = zip(*(table[c].tolist() for c in columns), strict=True)
+        indexes[columns] = {key: position for position, key in enumerate(values)}
+    return indexes[columns]
 
 
 def value(table: pd.DataFrame, setting: Setting, metric: str) -> float | None:

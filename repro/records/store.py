@@ -61,6 +61,7 @@ class Store:
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
+        self._parsed: dict[Path, tuple[tuple[int, int], list[Record]]] = {}
 
     def start(self, machine: Machine, command: Sequence[str], seed: int | None, profile: Profile) -> Run:
         """Open a run and record where it comes from: code, command, versions, machine."""
@@ -176,9 +177,18 @@ class Store:
     def _samples_path(self, device: str, suite: str, run_id: str) -> Path:
         return self.root / device / "samples" / suite / f"{run_id}.csv.gz"
 
+    def _records(self, path: Path) -> list[Record]:
+        """Rows of a file in the current schema, parsed once as long as it does not change."""
+        if not path.exists():
+            return []
+        stat = path.stat()
+        state = (stat.st_mtime_ns, stat.st_size)
+        if path not in self._parsed or self._parsed[path][0] != state:
+            self._parsed[path] = (state, _current(path, files.read_table(path)))
+        return self._parsed[path][1]
+
     def _frame(self, suite: str, device: str, profile: Profile | None, run_id: str | None) -> pd.DataFrame:
-        path = self._path(suite, device)
-        rows = _current(path, files.read_table(path))
+        rows = self._records(self._path(suite, device))
         rows = _newest([r for r in rows if run_id is None or r["run_id"] == run_id], profile)
         frame = pd.DataFrame(rows, columns=list(header(_parameters(rows))), dtype=str)
         frame.insert(0, "device", device)
