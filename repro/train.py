@@ -88,8 +88,8 @@ def main(
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
-    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite, 2 nothing to train with (one
-    line says why), 130 interrupted.
+    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite, 2 nothing to train with
+    (one line says why), 130 interrupted.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
