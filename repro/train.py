@@ -4,8 +4,8 @@
     python -m repro.train --model tiny --corpus tiny --m-mem 256 --steps 20 --out runs/tiny     # one process, any CPU
 
 The same command goes on where an interrupted run stopped; SIGTERM or SIGUSR1 stops it after the step under way, saved.
-Exit codes of a rank: 0 done or stopped so, 1 a loss was not finite, 2 nothing to train with (one line says why; --debug
-shows the traceback), 130 interrupted.
+Exit codes of a rank: 0 done or stopped so, 1 a loss was not finite or memory ran out, 2 nothing to train with (one line
+says why; --debug shows the traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def main(
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
-    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite, 2 nothing to train with
-    (one line says why), 130 interrupted.
+    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite or memory ran out, 2 nothing
+    to train with (one line says why), 130 interrupted.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
@@ -150,6 +150,9 @@ def main(
     except Stranded as error:
         _tell(error, debug, every_rank=True)
         running, code = True, 2
+    except torch.OutOfMemoryError as error:
+        _tell(error, debug, every_rank=True, what="out of memory, give a smaller --m-mem: ")
+        running, code = True, 1
     except NonFiniteLoss as error:  # on all ranks alike
         _tell(error, debug, every_rank=False)
         running, code = False, 1
@@ -179,13 +182,13 @@ def _source(data: Path | None, corpus: str, samples: int, seed: int) -> SampleSo
     return SyntheticSamples(mixes.named(corpus, samples), seed)
 
 
-def _tell(error: Exception, debug: bool, every_rank: bool) -> None:
+def _tell(error: Exception, debug: bool, every_rank: bool, what: str = "") -> None:
     """Say what went wrong, on every rank or once on each machine."""
     if debug:
         raise error
     if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        typer.echo(f"error: {rank}{' '.join(str(error).split())}", err=True)
+        typer.echo(f"error: {rank}{what}{' '.join(str(error).split())}", err=True)
 
 
 if __name__ == "__main__":

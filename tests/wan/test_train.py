@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from repro import train
 from repro.corpus.shapes import Shape, Tokenizer
 from repro.wan.log import COLUMNS
+from repro.wan.samples import FlowLosses
 from repro.wan.shards import ShardWriter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,3 +195,12 @@ def test_a_scheduler_s_signal_ends_a_run_in_order(tmp_path, name):
 def test_a_run_may_leave_no_checkpoint(tmp_path):
     assert run(tmp_path, "--steps", "2", "--save-every", "0").exit_code == 0
     assert len(rows(tmp_path)) == 2 and not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_memory_that_runs_out_while_training_names_the_way_out(tmp_path, monkeypatch):
+    def short(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    monkeypatch.setattr(FlowLosses, "__call__", short)
+    done = run(tmp_path, "--steps", "1")
+    assert done.exit_code == 1 and "give a smaller --m-mem: CUDA out of memory" in done.output.replace("\n", " ")
