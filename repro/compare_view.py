@@ -142,6 +142,9 @@ def _differences(old: Source, new: Source) -> list[str]:
         for name in ("torch", "CUDA", "driver")
         if old.about.get(name) and new.about.get(name) and old.about[name] != new.about[name]
     ]
+    threads = [s.machine.get("omp_num_threads", "unknown") for s in (old, new)]
+    if "unknown" not in threads and threads[0] != threads[1]:
+        told.append("OpenMP's threads " + " -> ".join("of every core" if t is None else str(t) for t in threads))
     lines = [f"{old.label} and {new.label} differ in {', '.join(told)}"] if told else []
     cores = new.machine.get("cores") or math.inf
     for source in (old, new):

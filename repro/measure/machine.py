@@ -193,6 +193,7 @@ def _read_host(facts: _Facts) -> None:
     facts.read("cpu_name", _cpu_name)
     facts.read("host_memory_bytes", _host_memory)
     facts.read("load_average", _load_average)
+    facts.read("omp_num_threads", _omp_num_threads)
     facts.read("torch", lambda: importlib.metadata.version("torch"))
     facts.read("torch_cuda", _torch_cuda)
 
@@ -215,6 +216,14 @@ def _host_memory() -> int:
 def _load_average() -> float:
     """Processes that ran or waited to run, mean over the last minute: above `cores`, CPU times are those of a crowd."""
     return round(os.getloadavg()[0], 2)
+
+
+def _omp_num_threads() -> int:
+    """What the user told OpenMP, and with it PyTorch: on a CPU, times depend on it."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    if not text:
+        raise LookupError("OMP_NUM_THREADS is not set: PyTorch uses every core")
+    return int(text)
 
 
 def _torch_cuda() -> str:

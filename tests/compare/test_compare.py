@@ -313,3 +313,12 @@ def test_bytes_that_changed_are_shown_without_a_verdict(recorder):
     done = recorder.call(old, new)
     assert words(done.output) == {"SAME": 4}
     assert re.search(r"peak +1 GB +1\.5 GB", done.output) and "saved" not in done.output
+
+
+def test_threads_that_differ_are_told(recorder):
+    facts = {"gpu_name": None, "gpu_count": 0, "cpu_name": "Hare"}
+    old = recorder.run("before", "cpu-x86-64-2c", omp_num_threads=1, **facts)
+    new = recorder.run("after", "cpu-x86-64-2c", factor=0.6, seed=1, omp_num_threads=None, **facts)
+    done = recorder.call(old, new)
+    assert words(done.output) == {"FASTER": 4}
+    assert "differ in OpenMP's threads 1 -> of every core" in " ".join(done.output.split())
