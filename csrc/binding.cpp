@@ -165,6 +165,27 @@ struct Gradients {
   Tensor dx, dbranch, dgate, dshift, dscale;
 };
 
+Gradients launch_backward(const Shape& shape, const Tensor& dy, const Maybe& dh, const Tensor& x, const Maybe& branch,
+                          const Maybe& gate, const Tensor& scale, const Tensor& statistics, ScalarType shift_dtype,
+                          bool dtile);
+
+// The gradients of a residual where the kernels cannot fuse it: dx unrounded first, from which the others follow.
+Gradients add_residual_gradients(const Shape& shape, const Tensor& dy, const Maybe& dh, const Tensor& x,
+                                 const Maybe& branch, const Maybe& gate, const Tensor& scale, const Tensor& statistics,
+                                 ScalarType shift_dtype) {
+  Gradients out =
+      launch_backward(shape, dy, {}, x.to(ScalarType::Float), {}, {}, scale, statistics, shift_dtype, false);
+  Tensor total = rows_of(out.dx, shape);
+  if (dh) total = at::add(total, rows_of(*dh, shape));
+  out.dx = total.to(x.scalar_type()).reshape(x.sizes());
+  if (gate) {
+    out.dbranch = at::mul(total, modulation_rows_of(*gate, shape)).to(branch->scalar_type()).reshape(x.sizes());
+    const Tensor by_row = at::mul(total, rows_of(*branch, shape));
+    out.dgate = (shape.per_token ? by_row : by_row.sum(1)).to(gate->scalar_type()).reshape(gate->sizes());
+  }
+  return out;
+}
+
 // x: what was normalised. branch and gate come together: without a gate, dbranch is dx.
 Gradients launch_backward(const Shape& shape, const Tensor& dy_in, const Maybe& dh_in, const Tensor& x_in,
                           const Maybe& branch_in, const Maybe& gate_in, const Tensor& scale_in,
@@ -178,6 +199,19 @@ Gradients launch_backward(const Shape& shape, const Tensor& dy_in, const Maybe& 
   const Tensor branch = branch_in ? with_dense_rows(*branch_in, shape) : Tensor();
   const Tensor scale = with_dense_features(scale_in, shape);
   const Tensor gate = gate_in ? with_dense_features(*gate_in, shape) : Tensor();
+  adaln::Backward args{};
+  args.dy = tensor_of(dy, shape);
+  args.x = tensor_of(x, shape);
+  args.dtile = dtile;
+  if (rows > 0 && (dh.defined() || gate.defined())) {
+    // Without a gate nothing reads the branch: dy stands there to say that there is a residual.
+    args.branch = gate.defined() ? tensor_of(branch, shape) : args.dy;
+    if (dh.defined()) args.dh = tensor_of(dh, shape);
+    if (via_float || !adaln::residual_fits(problem, args.x, args.branch, args.dy) ||
+        (dh.defined() && !adaln::residual_fits(problem, args.dh, args.branch, args.dy))) {
+      return add_residual_gradients(shape, dy_in, dh_in, x_in, branch_in, gate_in, scale_in, statistics, shift_dtype);
+    }
+  }
   Gradients out;
   out.dx = empty(x.sizes(), x, x.scalar_type());
   out.dshift = empty(shape.per_token ? kLeftOut : scale.sizes(), scale, shift_dtype);
@@ -192,49 +226,22 @@ Gradients launch_backward(const Shape& shape, const Tensor& dy_in, const Maybe& 
     }
     return out;
   }
-  adaln::Backward args{};
-  args.dy = tensor_of(dy, shape);
-  args.x = tensor_of(x, shape);
   args.scale = modulation_of(scale, shape, x.dim());
   args.mean = statistics.data_ptr<float>();
   args.rstd = args.mean + rows;
   args.dx = tensor_of(out.dx, shape);
   if (!shape.per_token) args.dshift = gradient_of(out.dshift);
   args.dscale = gradient_of(out.dscale);
-  args.dtile = dtile;
-  const bool residual = dh.defined() || gate.defined();
-  bool fused = false;
-  if (residual) {
-    // Without a gate nothing reads the branch: dy stands there to say that there is a residual.
-    const adaln::Tensor branch_rows = gate.defined() ? tensor_of(branch, shape) : args.dy;
-    const adaln::Tensor dh_rows = dh.defined() ? tensor_of(dh, shape) : args.x;
-    fused = !via_float && adaln::residual_fits(problem, args.x, branch_rows, args.dy) &&
-            adaln::residual_fits(problem, dh_rows, branch_rows, args.dy);
-    if (fused) {
-      args.branch = branch_rows;
-      if (dh.defined()) args.dh = dh_rows;
-      if (gate.defined()) {
-        args.gate = modulation_of(gate, shape, x.dim());
-        args.dbranch = tensor_of(out.dbranch, shape);
-        args.dgate = gradient_of(out.dgate);
-      }
-    }
+  if (gate.defined()) {
+    args.gate = modulation_of(gate, shape, x.dim());
+    args.dbranch = tensor_of(out.dbranch, shape);
+    args.dgate = gradient_of(out.dgate);
   }
   size_t bytes = 0;
   check(adaln::backward_workspace(problem, args, &bytes));
   const Tensor workspace = empty({static_cast<int64_t>(bytes)}, x, ScalarType::Byte);
   args.workspace = workspace.data_ptr();
   check(adaln::backward(problem, args));
-  if (residual && !fused) {
-    Tensor total = rows_of(out.dx, shape);
-    if (dh.defined()) total = at::add(total, rows_of(dh, shape));
-    out.dx = total.to(x.scalar_type()).reshape(x.sizes());
-    if (gate.defined()) {
-      out.dbranch.copy_(at::mul(total, modulation_rows_of(gate, shape)).reshape(x.sizes()));
-      const Tensor by_row = at::mul(total, rows_of(branch, shape));
-      out.dgate.copy_((shape.per_token ? by_row : by_row.sum(1)).reshape(gate.sizes()));
-    }
-  }
   return out;
 }
 
