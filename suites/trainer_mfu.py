@@ -45,7 +45,7 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
     if profile == "smoke":
         grid = [("tiny", 2, "fused", "eager", SMOKE)]
     else:
-        grid = [(m, n, a, b, CLIP) for m, n in SUBJECTS for a, b in VARIANTS] if machine.gpu_count == 1 else []
+        grid = [(m, n, a, b, CLIP) for a, b in VARIANTS for m, n in SUBJECTS] if machine.gpu_count == 1 else []
     return [
         Case(
             dict(zip(PARAMETERS, (model, layers, adaln, blocks, 1, Tokenizer().tokens(clip)), strict=True)),

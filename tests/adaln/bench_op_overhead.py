@@ -90,7 +90,9 @@ def _compare(
     benchmark.extra_info |= {"call_us": 1e6 * mine, "pytorch_us": 1e6 * reference}
     benchmark.pedantic(ours, setup=torch.cuda.synchronize, rounds=ROUNDS if only else 2, iterations=1)
     if only:
-        assert mine <= reference * (1 + engine_slack) + SLACK, f"{1e6 * mine:.2f} us a call, PyTorch's {1e6 * reference:.2f} us"
+        assert mine <= reference * (1 + engine_slack) + SLACK, (
+            f"{1e6 * mine:.2f} us a call, PyTorch's {1e6 * reference:.2f} us"
+        )
 
 
 PAIRS = [
