@@ -56,8 +56,8 @@ def main(
 
     RESULTS are devices' folders or slugs, folders of them, other checkouts, or JSON files of pytest-benchmark.
     FASTER, SLOWER: the ranks of the samples differ (p < 0.05), and the 95% interval of the ratio of medians lies beyond
-    the threshold; SAME: it lies within; AMBIGUOUS: neither. Different devices get no verdict. Exit codes: 0 compared, 1
-    slower with --fail-on, 2 nothing to compare.
+    the threshold, and beyond what plain streams moved by. SAME: it lies within the threshold. AMBIGUOUS: neither.
+    Different devices get no verdict. Exit codes: 0 compared, 1 slower with --fail-on, 2 nothing to compare.
 
     \b
     python -m repro.compare results/nvidia-h200 results/cpu-x86-64-2c --suite kernel_speed

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repro.compare_judge import THRESHOLD, WORDS, Judgement, direction, judge
+from repro.compare_judge import THRESHOLD, WORDS, Judgement, direction, judge, moved
 from repro.compare_read import Cell, Source, same_device
 from repro.measure.stats import seed_text
 
@@ -15,6 +15,8 @@ DERIVED = frozenset(
     {"bandwidth", "ceiling", "ceiling_same_size", "speedup", "over_best_peer", "over_unfused", "throttled"}
 )
 """Metrics that follow from others of their case; shown where they are asked for."""
+CONTROL = "stream"
+"""Implementation that no change of code here touches: what it moved by, the machine moved by."""
 CEILING = "ceiling"
 """Beside a time, what it is in % of the device's own ceiling."""
 
@@ -63,13 +65,15 @@ class Shared:
 class Comparison:
     """sources: columns. cells: what at least two of them have. baselines: label -> label of what it is judged against.
 
-    alone: lines about what only one source has. judged: verdicts by word.
+    alone: lines about what only one source has. drift: (label, suite, profile, metric) -> how far the streams moved
+    since the label's baseline, as a fraction.
     """
 
     sources: tuple[Source, ...]
     cells: tuple[Shared, ...]
     baselines: Mapping[str, str]
     alone: tuple[str, ...]
+    drift: Mapping[tuple[str, str, str, str], float]
 
     @property
     def judged(self) -> Counter[str]:
@@ -95,6 +99,7 @@ def compare(
         every.update(dict.fromkeys(rows[label]))
     chosen = [c for c in every if _wanted(c, suites, metrics)]
     by_label = {s.label: s for s in sources}
+    drift = _drift(rows, baselines)
     cells = []
     for cell in chosen:
         there = {label: own[cell] for label, own in rows.items() if cell in own}
@@ -104,7 +109,8 @@ def compare(
         judgements = {}
         for new, old in baselines.items():
             if new in values and old in values and _can_be_judged(values[old], values[new], there[new]["unit"]):
-                judgement = _judge(by_label[old], by_label[new], cell, values, there[new]["unit"], threshold)
+                limits = (threshold, drift.get((new, *cell[:3]), 0.0))
+                judgement = _judge(by_label[old], by_label[new], cell, values, there[new]["unit"], limits)
                 if judgement is not None:
                     judgements[new] = judgement
         suite, profile, metric, key = cell
@@ -112,7 +118,7 @@ def compare(
         order = list(dict.fromkeys(p for s in sources for p in s.parameters.get(suite, ())))
         case = dict(sorted(key, key=lambda item: order.index(item[0])))
         cells.append(Shared(suite, profile, metric, unit, case, values, judgements))
-    return Comparison(tuple(sources), tuple(cells), baselines, tuple(_alone(rows, suites)))
+    return Comparison(tuple(sources), tuple(cells), baselines, tuple(_alone(rows, suites)), drift)
 
 
 def _wanted(cell: Cell, suites: Collection[str], metrics: Collection[str]) -> bool:
@@ -120,6 +126,19 @@ def _wanted(cell: Cell, suites: Collection[str], metrics: Collection[str]) -> bo
     if suites and suite not in suites:
         return False
     return metric in metrics if metrics else metric not in DERIVED
+
+
+def _drift(
+    rows: Mapping[str, Mapping[Cell, Mapping[str, Any]]], baselines: Mapping[str, str]
+) -> dict[tuple[str, str, str, str], float]:
+    """How far the streams that two measurements of one device share moved, by label, suite, profile and metric."""
+    found: dict[tuple[str, str, str, str], list[tuple[float, float]]] = {}
+    for new, old in baselines.items():
+        for cell, row in rows[new].items():
+            if ("impl", CONTROL) in cell[3] and cell in rows[old] and direction(str(row["unit"])):
+                pair = (float(rows[old][cell]["value"]), float(row["value"]))
+                found.setdefault((new, *cell[:3]), []).append(pair)
+    return {key: moved(*zip(*pairs, strict=True)) for key, pairs in found.items()}
 
 
 def _value(rows: Mapping[Cell, Mapping[str, Any]], cell: Cell, row: Mapping[str, Any]) -> Value:
@@ -138,14 +157,14 @@ def _can_be_judged(old: Value, new: Value, unit: str) -> bool:
 
 
 def _judge(
-    old: Source, new: Source, cell: Cell, values: Mapping[str, Value], unit: str, threshold: float
+    old: Source, new: Source, cell: Cell, values: Mapping[str, Value], unit: str, limits: tuple[float, float]
 ) -> Judgement | None:
     """None where neither side kept samples: fitted coefficients, for example, have none."""
     suite, _, metric, key = cell
     before, after = (source.samples(cell, values[source.label].run_id) for source in (old, new))
     if not before.size and not after.size:
         return None
-    return judge(before, after, unit, seed_text(f"{suite}/{metric}", dict(key)), threshold)
+    return judge(before, after, unit, seed_text(f"{suite}/{metric}", dict(key)), *limits)
 
 
 def _alone(rows: Mapping[str, Mapping[Cell, object]], suites: Collection[str]) -> list[str]:

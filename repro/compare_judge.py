@@ -7,8 +7,10 @@ The ratio is that of the medians, new over old, oriented so that above 1 is slow
     SAME        the whole interval lies between: whatever the ranks say, it does not matter
     AMBIGUOUS   anything else, and where either side has no samples, or fewer than four
 
-Samples of one run share its clocks, its temperature and its neighbours, which no interval over them covers; the
-threshold stands for that.
+Samples of one run share its clocks, its temperature and its neighbours, which no interval over them covers: the same
+code an hour later may lie far outside. Where a suite times plain streams (impl `stream`), whose code is nobody's here,
+they are the control: what they moved by between the two measurements, others must have moved by more to be FASTER or
+SLOWER, and are AMBIGUOUS where they have not.
 """
 
 from __future__ import annotations
@@ -51,11 +53,24 @@ def direction(unit: str) -> int:
     return 1 if unit in _TIMES else -1 if unit.endswith("/s") else 0
 
 
+def moved(old: npt.ArrayLike, new: npt.ArrayLike) -> float:
+    """How far medians `new` lie from medians `old`, as the largest relative change either way; 0 for none."""
+    before, after = np.asarray(old, np.float64), np.asarray(new, np.float64)
+    known = (before > 0) & (after > 0)
+    return float(np.expm1(np.abs(np.log(after[known] / before[known])).max())) if known.any() else 0.0
+
+
 def judge(
-    old: npt.NDArray[np.float64], new: npt.NDArray[np.float64], unit: str, seed: str, threshold: float = THRESHOLD
+    old: npt.NDArray[np.float64],
+    new: npt.NDArray[np.float64],
+    unit: str,
+    seed: str,
+    threshold: float = THRESHOLD,
+    drift: float = 0.0,
 ) -> Judgement:
     """Compare samples in `unit`, a time or a rate. seed: of the bootstrap, the text of the case.
 
+    drift: by how much the control moved; what is FASTER or SLOWER must have moved by more.
     Raises ValueError for another unit, or a threshold that is not above 0.
     """
     from scipy import stats
@@ -66,20 +81,26 @@ def judge(
         raise ValueError(f"threshold must be above 0, got {threshold}")
     fewest = min(old.size, new.size)
     if fewest < FEWEST:
-        why = "no samples" if fewest == 0 else f"{fewest} samples, want {FEWEST}"
-        return Judgement("AMBIGUOUS", np.nan, np.nan, np.nan, np.nan, why)
-    old, new = (s[:: -(-s.size // MOST)] for s in (old, new))
+        return _unknown("no samples" if fewest == 0 else f"{fewest} samples, want {FEWEST}")
     if min(old.min(), new.min()) <= 0:
-        return Judgement("AMBIGUOUS", np.nan, np.nan, np.nan, np.nan, "a sample is not above 0")
-    top, bottom = (new, old) if direction(unit) > 0 else (old, new)
-    ratio = ratio_interval(top, bottom, seed)
+        return _unknown("a sample is not above 0")
+    old, new = (s[:: -(-s.size // MOST)] for s in (old, new))
+    ratio = ratio_interval(*((new, old) if direction(unit) > 0 else (old, new)), seed)
     p = float(stats.mannwhitneyu(old, new, alternative="two-sided").pvalue)
     found = (ratio.value, ratio.low, ratio.high, p)
+
+    def beyond(share: float) -> bool:
+        return ratio.low > 1 + share or ratio.high < 1 / (1 + share)
+
     if 1 / (1 + threshold) <= ratio.low and ratio.high <= 1 + threshold:
         return Judgement("SAME", *found)
-    if p < SIGNIFICANCE and ratio.low > 1 + threshold:
-        return Judgement("SLOWER", *found)
-    if p < SIGNIFICANCE and ratio.high < 1 / (1 + threshold):
-        return Judgement("FASTER", *found)
-    beyond = ratio.low > 1 + threshold or ratio.high < 1 / (1 + threshold)
-    return Judgement("AMBIGUOUS", *found, f"p = {p:.2g}" if beyond else f"the interval crosses {threshold:.0%}")
+    if beyond(max(threshold, drift)) and p < SIGNIFICANCE:
+        return Judgement("SLOWER" if ratio.low > 1 else "FASTER", *found)
+    if not beyond(threshold):
+        return Judgement("AMBIGUOUS", *found, f"the interval crosses {threshold:.0%}")
+    why = f"p = {p:.2g}" if p >= SIGNIFICANCE else f"plain streams moved by {drift:.0%}"
+    return Judgement("AMBIGUOUS", *found, why)
+
+
+def _unknown(why: str) -> Judgement:
+    return Judgement("AMBIGUOUS", np.nan, np.nan, np.nan, np.nan, why)

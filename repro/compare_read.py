@@ -249,8 +249,9 @@ def _read_benchmarks(path: Path) -> Source:
     streams = {g: m for (_, g, extra, _), m in zip(cases, medians, strict=True) if extra.get("impl") == "stream" and g}
     run_id, profile = str(content.get("datetime", "")), "full"
     rows, recorded = [], {}
-    for (name, group, _, stats), median in zip(cases, medians, strict=True):
-        head = {"device": "", "schema": 1, "run_id": run_id, "suite": BENCHMARKS, "profile": profile, "benchmark": name}
+    for (name, group, extra, stats), median in zip(cases, medians, strict=True):
+        case = {"benchmark": name, "impl": str(extra.get("impl", ""))}
+        head = {"device": "", "schema": 1, "run_id": run_id, "suite": BENCHMARKS, "profile": profile, **case}
         ends = {"ci_low": float(stats.get("q1", median)), "ci_high": float(stats.get("q3", median))}
         tail = {"n": int(stats.get("rounds", 1)), "kind": "measured", "source": ""}
         rows.append({**head, "metric": "time", "unit": "s", "value": median, **ends, **tail})
@@ -260,13 +261,12 @@ def _read_benchmarks(path: Path) -> Source:
                 {**head, "metric": "ceiling", "unit": "%", "value": share, "ci_low": share, "ci_high": share, **tail}
             )
         if stats.get("data"):
-            key = case_key({"benchmark": name})
-            recorded[BENCHMARKS, profile, "time", key] = np.asarray(stats["data"], np.float64)
+            recorded[BENCHMARKS, profile, "time", case_key(case)] = np.asarray(stats["data"], np.float64)
     cpu = machine.get("cpu", {})
     facts = {**machine.get("repro", {}), "cpu_name": cpu.get("brand_raw"), "cores": cpu.get("count")}
     device = str(facts.get("slug") or f"{machine.get('node', 'unknown')}: {cpu.get('brand_raw', 'unknown CPU')}")
     commit = content.get("commit_info", {}).get("id")
     about = {"measured": run_id[:16].replace("T", " "), "commit": None if commit == "unversioned" else commit}
-    frame = pd.DataFrame(rows, columns=["device", *HEAD, "benchmark", *TAIL]).assign(device=device)
+    frame = pd.DataFrame(rows, columns=["device", *HEAD, "benchmark", "impl", *TAIL]).assign(device=device)
     notes = () if recorded else (f"{path}: no raw samples: write it with --benchmark-json, not --benchmark-save",)
-    return Source(path.stem, device, facts, about, frame, {BENCHMARKS: ("benchmark",)}, notes, None, recorded)
+    return Source(path.stem, device, facts, about, frame, {BENCHMARKS: ("benchmark", "impl")}, notes, None, recorded)

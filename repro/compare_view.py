@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from repro.compare_cells import Comparison, Shared, Value
-from repro.compare_judge import WORDS, Judgement, direction
+from repro.compare_judge import THRESHOLD, WORDS, Judgement, direction
 from repro.compare_read import Source
 from repro.report.tables import number
 
@@ -129,6 +129,14 @@ def notes(comparison: Comparison, cells: Sequence[Shared]) -> list[str]:
     by_label = {s.label: s for s in comparison.sources}
     for new, old in comparison.baselines.items():
         lines += _differences(by_label[old], by_label[new])
+    lines += [
+        f"{label}: the plain streams of {suite}, {profile}, moved by up to {share:.0%} in {metric}: less is no verdict"
+        for (label, suite, profile, metric), share in comparison.drift.items()
+        if share > THRESHOLD
+        and any((c.suite, c.profile, c.metric) == (suite, profile, metric) for c in comparison.cells)
+    ]
+    if len(comparison.sources) == 2 and not comparison.baselines and comparison.cells:
+        lines.append(f"ratio: {comparison.sources[1].label} over {comparison.sources[0].label}")
     lines += [f"{s.label}: {note}" for s in comparison.sources for note in s.notes]
     values = [v for c in cells for v in c.values.values()]
     if any(v.throttled or v.kind != "measured" for v in values):

@@ -89,7 +89,12 @@ def test_without_arguments_every_recorded_device_is_shown(recorder, monkeypatch)
 
 def test_one_device_alone_is_shown(recorder):
     done = recorder.call(recorder.run())
-    assert done.exit_code == 0 and "nothing to compare it with" in done.output and "81.9 us" in done.output or "82 us" in done.output
+    assert (
+        done.exit_code == 0
+        and "nothing to compare it with" in done.output
+        and "81.9 us" in done.output
+        or "82 us" in done.output
+    )
 
 
 # runs inside one folder
@@ -184,22 +189,22 @@ def test_throttled_and_simulated_are_marked_and_simulated_is_not_judged(recorder
 
 
 def benchmarks(path: Path, factor: float, data: bool = True, slug: str | None = "acme-1") -> Path:
-    names = {"stream": 1.0, "fused": 1.25}
+    medians = {"stream": 1e-3, "fused": 1.25 * factor}  # seconds
     content = {
         "machine_info": {"node": "n", "cpu": {"brand_raw": "Tortoise", "count": 2}},
         "commit_info": {"id": "abc"},
-        "datetime": "2026-11-29T12:00:00",
+        "datetime": f"2026-11-29T12:00:00 {path.stem}",
         "benchmarks": [
             {
                 "fullname": f"suites/test_kernels.py::test_kernel[{impl}]",
                 "group": "forward-bf16",
                 "extra_info": {"impl": impl},
                 "stats": {
-                    "median": f * factor, "q1": f * factor, "q3": f * factor, "rounds": 20,
-                    **({"data": [f * factor * (1 + 1e-3 * i) for i in range(20)]} if data else {}),
+                    "median": m, "q1": m, "q3": m, "rounds": 20,
+                    **({"data": [m * (1 + 1e-3 * i) for i in range(20)]} if data else {}),
                 },
             }
-            for impl, f in names.items()
+            for impl, m in medians.items()
         ],
     }  # fmt: skip
     if slug:
@@ -211,8 +216,8 @@ def benchmarks(path: Path, factor: float, data: bool = True, slug: str | None = 
 def test_two_files_of_pytest_benchmark(recorder):
     old, new = benchmarks(recorder.root / "old.json", 1e-3), benchmarks(recorder.root / "new.json", 2e-3)
     done = recorder.call(old, new, "--fail-on", "slower")
-    assert done.exit_code == 1 and words(done.output) == {"SLOWER": 2}
-    assert "80%" in done.output, "the fused op beside the stream of its group"
+    assert done.exit_code == 1 and words(done.output) == {"SLOWER": 1, "SAME": 1}
+    assert "80%" in done.output and "40%" in done.output, "the fused op beside the stream of its group"
 
 
 def test_files_of_pytest_benchmark_without_device_or_data(recorder):
@@ -322,3 +327,23 @@ def test_threads_that_differ_are_told(recorder):
     done = recorder.call(old, new)
     assert words(done.output) == {"FASTER": 4}
     assert "differ in OpenMP's threads 1 -> of every core" in " ".join(done.output.split())
+
+
+STREAMS = [{"impl": "stream", "pass": "forward", "tokens": n} for n in (1024, 8192)]
+
+
+@pytest.mark.parametrize(
+    ("factor", "counts"),
+    [
+        ({"fused": 1.3}, {"SLOWER": 2, "SAME": 4}),
+        ({"fused": 1.3, "stream": 1.5}, {"AMBIGUOUS": 4, "SAME": 2}),
+        ({"fused": 2.0, "stream": 1.5}, {"SLOWER": 2, "AMBIGUOUS": 2, "SAME": 2}),
+    ],
+)
+def test_what_moved_less_than_the_plain_streams_is_the_machines(recorder, factor, counts):
+    old = recorder.run("before", cells=[*CELLS, *STREAMS])
+    new = recorder.run("after", cells=[*CELLS, *STREAMS], factor=factor, seed=1)
+    done = recorder.call(old, new, "--fail-on", "slower")
+    assert words(done.output) == counts
+    assert done.exit_code == (1 if counts.get("SLOWER") else 0)
+    assert ("streams of speed, full, moved by up to" in " ".join(done.output.split())) == ("stream" in factor)

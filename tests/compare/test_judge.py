@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.compare_judge import FEWEST, MOST, direction, judge
+from repro.compare_judge import FEWEST, MOST, direction, judge, moved
 
 OPPOSITE = {"FASTER": "SLOWER", "SLOWER": "FASTER", "SAME": "SAME", "AMBIGUOUS": "AMBIGUOUS"}
 
@@ -96,3 +96,16 @@ def test_swapping_sides_swaps_the_verdict_and_units_do_not_matter(
     if swapped.word != OPPOSITE[word]:
         ends = [swapped.low, swapped.high, 1 / swapped.low, 1 / swapped.high]
         assert min(abs(e - t) / t for e in ends for t in (1.05, 1 / 1.05)) < 0.25 * spread + 0.005
+
+
+def test_what_moved_less_than_the_control_is_ambiguous() -> None:
+    before, after = times(100.0), times(130.0, seed=1)
+    assert judge(before, after, "us", "case", drift=0.1).word == "SLOWER"
+    found = judge(before, after, "us", "case", drift=0.5)
+    assert found.word == "AMBIGUOUS" and "streams moved by 50%" in found.why
+    assert judge(before, times(100.0, seed=1), "us", "case", drift=0.5).word == "SAME"
+
+
+def test_how_far_the_control_moved() -> None:
+    assert moved([1.0, 2.0, 4.0], [1.1, 1.0, 4.0]) == pytest.approx(1.0), "halved counts as doubled"
+    assert moved([], []) == 0.0 and moved([0.0], [1.0]) == 0.0
