@@ -33,6 +33,7 @@ _CAPTIONS = {
     "waits for the host. Backwards go through autograd. Bars are 95% intervals.",
 }
 _GAPS = " A gap in a line is a cell that was skipped, or refused because it read above the stream."
+_FALLBACK = " Without a GPU the fused op is its composite fallback, and caches are not flushed."
 _SAME = " Eager and Wan's formula are the same computation in fp32."
 
 Paper = Mapping[str, tuple[str, float]]
@@ -72,7 +73,7 @@ def _draw_device(
             ax.set_ylabel(METRICS[metric])
     style.legend(figure, table["kind"])
     name = f"{_STEMS[metric]}{'' if dtype == 'bf16' else '_' + dtype}-{device}"
-    same = _SAME if dtype == "fp32" else ""
+    same = (_SAME if dtype == "fp32" else "") + (_FALLBACK if device.startswith("cpu-") else "")
     smoke = " Smoke profile: small sizes, few samples." if (table["profile"] == "smoke").all() else ""
     return Figure(name, figure, f"{device}, {dtype}. {_CAPTIONS[metric]}{_GAPS}{same}{smoke}", claims)
 

@@ -23,10 +23,11 @@ from repro.balance.assumptions import ASSUMPTIONS
 from repro.claims import VERDICTS
 from repro.records import Store, files
 from repro.report import draw, explorer, html_claims, html_images, html_runs
+from repro.report.draw import Drawn
 from repro.report.html_claims import ClaimView
 from repro.report.html_images import Picture
 from repro.report.html_runs import RunView
-from repro.suite import Figure, Suite, is_simulated
+from repro.suite import Suite, is_simulated
 from repro.verdicts import Verdict
 
 NAME = "report.html"
@@ -64,7 +65,7 @@ def write(
     folder: Path,
     store: Store,
     suites: Mapping[str, Suite],
-    figures: Sequence[Figure],
+    figures: Sequence[Drawn],
     chosen: Sequence[Verdict],
     rest: Sequence[Verdict],
 ) -> Path:
@@ -84,7 +85,7 @@ def render(
     folder: Path,
     store: Store,
     suites: Mapping[str, Suite],
-    figures: Sequence[Figure],
+    figures: Sequence[Drawn],
     chosen: Sequence[Verdict],
     rest: Sequence[Verdict],
 ) -> str:

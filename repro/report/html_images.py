@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image, features
 
-from repro.suite import Figure
+from repro.report.draw import Drawn
 
 BUDGET = 4_000_000
 """Characters that all pictures of a page may take; what does not fit is named instead of shown."""
@@ -40,7 +40,7 @@ class Picture:
 
 
 def embed(
-    figures: Sequence[Figure], folder: Path, devices: Collection[str], first: Collection[str], budget: int = BUDGET
+    figures: Sequence[Drawn], folder: Path, devices: Collection[str], first: Collection[str], budget: int = BUDGET
 ) -> list[Picture]:
     """Pictures of the figures that were saved to folder/<name>.png, in the order of `figures`.
 

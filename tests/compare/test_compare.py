@@ -89,12 +89,8 @@ def test_without_arguments_every_recorded_device_is_shown(recorder, monkeypatch)
 
 def test_one_device_alone_is_shown(recorder):
     done = recorder.call(recorder.run())
-    assert (
-        done.exit_code == 0
-        and "nothing to compare it with" in done.output
-        and "81.9 us" in done.output
-        or "82 us" in done.output
-    )
+    assert done.exit_code == 0 and "nothing to compare it with" in done.output
+    assert re.search(r"8[12](\.\d)? us", done.output)
 
 
 # runs inside one folder

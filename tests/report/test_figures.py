@@ -102,3 +102,24 @@ def test_dots_hold_what_they_are_given() -> None:
         faces = {c.lines[0].get_markerfacecolor() for c in ax.containers}
     assert values == [1.0, 2.0, 3.0] and "white" in faces and len(faces) == 3
     assert [t.get_text() for t in ax.get_yticklabels()] == ["a", "b"]
+
+
+def test_several_processes_draw_the_same_bytes_in_the_same_order(tmp_path, monkeypatch) -> None:
+    suites = {name: registry.load(name) for name in ("graph_nodes", "activation_memory")}
+    store = Store(ROOT / "results")
+    here, errors = draw.draw_all(store, suites, tmp_path / "here")
+    monkeypatch.setattr(draw, "_MANY", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    there, more = draw.draw_all(store, suites, tmp_path / "there")
+    assert here == there and not errors and not more and len(here) >= 2
+    for path in (tmp_path / "here").iterdir():
+        assert (tmp_path / "there" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_suite_that_fails_elsewhere_is_one_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(draw, "_MANY", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    suites = {name: registry.load(name) for name in ("graph_nodes", "activation_memory")}
+    (tmp_path / "file").write_text("no folder")
+    drawn, errors = draw.draw_all(Store(ROOT / "results"), suites, tmp_path / "file")
+    assert drawn == [] and [e.split(":")[0] for e in errors] == ["graph_nodes", "activation_memory"]

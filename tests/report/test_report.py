@@ -142,3 +142,13 @@ def test_this_readme_says_what_claims_csv_says():
 def test_this_readme_links_to_files_that_exist():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists(), target
+
+
+def test_what_other_devices_say_is_below_what_decides(rows, tmp_path):
+    other = {**row("K5", 5.0), "device": "another-gpu"}
+    names = [f.name for f in draw.draw_claims(rows, tmp_path, [other])]
+    text = (tmp_path / "claims.md").read_text()
+    assert names == ["claims", "claims-devices"] and (tmp_path / "claims-devices.png").exists()
+    assert text.index("## On other devices") < text.index("another-gpu")
+    assert [f.name for f in draw.draw_claims(rows, tmp_path / "alone")] == ["claims"]
+    assert "another" not in (tmp_path / "alone" / "claims.md").read_text()
