@@ -102,12 +102,13 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 
 def draw(rows: pd.DataFrame) -> list[Figure]:
-    """For each device and dtype: % of the ceiling of every implementation against the number of tokens; then all."""
+    """For each device and dtype with several sizes: % of the ceiling of every implementation; then all devices."""
     own = rows[(rows["suite"] == NAME) & (rows["form"] == "per_sample") & (rows["batch"] == 1)]
     ceiling = own[own["metric"] == "ceiling"]
     figures = [
         _draw(table, str(device), str(dtype))
         for (device, dtype), table in ceiling.groupby(["device", "dtype"], sort=True)
+        if table["tokens"].nunique() > 1
     ]
     fused = own[(own["impl"] == "fused") & (own["dtype"] == DTYPES[0])]
     return figures + _draw_devices(fused[fused["metric"] == "over_best_peer"])
@@ -229,16 +230,15 @@ def _draw(table: pd.DataFrame, device: str, dtype: str) -> Figure:
             style.series(ax, own["tokens"], own["value"], impl, low=own["ci_low"], high=own["ci_high"])
         style.token_axis(ax, tokens, "tokens N" if i == len(dims) - 1 else "")
         ax.axhline(100, color="black", linewidth=0.8)
-        ax.set_ylim(0, 112)
+        ax.set_ylim(0, max(112.0, 1.05 * float(table["ci_high"].max())))
         ax.set_title(f"{direction}, {dtype}, D={dim:,}")
         if j == 0:
             ax.set_ylabel("% of the large stream")
     style.legend(figure, table["kind"])
-    smoke = " Smoke profile: one small shape." if (table["profile"] == "smoke").all() else ""
     caption = (
         f"{device}, {dtype}, B=1, device time with a cold cache: bandwidth of the necessary traffic as % of the "
         "fastest large stream with the same mix of reads and writes; bars are 95% intervals. Liger and quack are "
-        f"LayerNorms with weight = 1 + scale. Versions of the packages stand in the run record.{smoke}"
+        "LayerNorms with weight = 1 + scale. Versions of the packages stand in the run record."
     )
     return Figure(f"peers{'' if dtype == 'bf16' else '_' + dtype}-{device}", figure, caption)
 

@@ -42,7 +42,9 @@ def draw(rows: Sequence[tables.Row]) -> Figure:
         found = scale(row)
         axes.axhline(y + 0.5, xmin=_COLUMNS["id"], xmax=2.13, color="#E6E6E6", linewidth=0.7, clip_on=False, zorder=0.4)
         if found is None:
-            axes.text(0.04, y, "judged by a threshold", va="center", fontsize=style.SMALLEST, color=style.NOTE)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            look: Any = {"fontsize": style.SMALLEST, "color": style.NOTE, "bbox": box}
+            axes.text(0.04, y, "judged by a threshold", va="center", **look)
         else:
             _tolerance(axes, y, row, found)
             _mark(axes, y, row, found, color, "o")
