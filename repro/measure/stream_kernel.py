@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CONFIGS = ((8_192, 4), (16_384, 8), (32_768, 8), (32_768, 16))
+CONFIGS = ((4_096, 4), (8_192, 4), (16_384, 8), (16_384, 16), (32_768, 8), (32_768, 16))
 """(bytes of a tensor that a program handles, warps of a program)."""
 
 

@@ -169,6 +169,30 @@ def test_a_bandwidth_above_the_best_large_stream_is_an_error(again: float, monke
             assert found["ceiling_same_size"] == pytest.approx(200 * faster)
 
 
+def test_a_stream_of_the_same_size_that_is_the_fastest_is_the_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from repro.measure import kernel_rows, norm_modulate, stream, timing
+
+    device = torch.device("cuda", 0)
+    problem = norm_modulate.Problem(1, 10, 10, torch.float32)
+    size = problem.traffic("forward")
+
+    def timed(us: float) -> timing.Timing:
+        return timing.Timing((us,) * 30, "graph", 2)
+
+    monkeypatch.setattr(stream, "_best", {})
+    stream.offer(stream.Traffic(timed(100), size), torch.float32, stream.Mix(1, 1), device)
+    us = {"stream": 80.0, "eager": 400.0, "fused": 90.0}
+    monkeypatch.setattr(
+        norm_modulate, "measure", lambda impl, *_: norm_modulate.Times(timed(us[impl]), timed(us[impl]))
+    )
+    bench = kernel_rows.Bench(device, 0.1)
+    of_stream = {row.metric: row.value for row in bench.rows("stream", "forward", problem, "seed")}
+    of_fused = {row.metric: row.value for row in bench.rows("fused", "forward", problem, "seed")}
+    assert of_stream["ceiling"] == pytest.approx(100)
+    assert of_fused["ceiling"] == of_fused["ceiling_same_size"] == pytest.approx(100 * 80 / 90)
+
+
 def test_k1_and_k2_come_from_their_cell() -> None:
     times = {"stream": 100.0, "eager": 450.0, "wan": 900.0, "compile": 200.0, "fused": 110.0, "dtile": 300.0}
 
