@@ -58,7 +58,7 @@ def _draw_shapes(device: str, table: pd.DataFrame) -> Figure:
         points = top.scatter(
             cells["tokens"], cells["value"] * scale, c=cells["n"], norm=colors, cmap="viridis", s=20, zorder=2
         )
-        top.set(yscale="log", title=f"{model} width, eager AdaLN")
+        top.set(yscale="log", title=f"{model}, eager AdaLN")
         for adaln in style.ordered([a for a in of_model["adaln"].unique() if a != "eager"]):
             own = of_model[of_model["adaln"] == adaln]
             # the widest that the two intervals allow
