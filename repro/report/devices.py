@@ -82,6 +82,7 @@ def dots(panels: Mapping[str, pd.DataFrame], paper: Mapping[str, Paper] | None =
             text, at = paper[quantity]
             style.paper_value(ax, at, text, along="y")
         low, high = ax.get_xlim()
-        ax.set_xlim(min(low, 0), max(high, 0))
+        low, high = min(low, 0), max(high, 0)
+        ax.set_xlim(low - 0.03 * (high - low) * (low < 0), high + 0.03 * (high - low) * (high > 0))  # whole marks
     style.legend(figure, {k for table in panels.values() for k in table["kind"]})
     return figure
