@@ -10,10 +10,9 @@ from typing import Any
 from repro.compare_judge import THRESHOLD, WORDS, Judgement, direction, judge, moved
 from repro.compare_read import Cell, Source, same_device
 from repro.measure.stats import seed_text
+from repro.measure.throttle import METRIC
 
-DERIVED = frozenset(
-    {"bandwidth", "ceiling", "ceiling_same_size", "speedup", "over_best_peer", "over_unfused", "throttled"}
-)
+DERIVED = frozenset({"bandwidth", "ceiling", "ceiling_same_size", "speedup", "over_best_peer", "over_unfused", METRIC})
 """Metrics that follow from others of their case; shown where they are asked for."""
 CONTROL = "stream"
 """Implementation that no change of code here touches: what it moved by, the machine moved by."""
@@ -145,7 +144,7 @@ def _value(rows: Mapping[Cell, Mapping[str, Any]], cell: Cell, row: Mapping[str,
     suite, profile, metric, key = cell
     beside = rows.get((suite, profile, CEILING, key)) if metric == "time" else None
     ceiling = float(beside["value"]) if beside is not None else None
-    throttled = (suite, profile, "throttled", key) in rows
+    throttled = (suite, profile, METRIC, key) in rows
     numbers = (float(row["value"]), float(row["ci_low"]), float(row["ci_high"]))
     return Value(*numbers, int(row["n"]), str(row["kind"]), str(row["run_id"]), ceiling, throttled)
 

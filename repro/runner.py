@@ -19,12 +19,11 @@ from rich.text import Text
 
 from repro import suite as registry
 from repro.measure.machine import Machine, read_clocks, throttle_watch
-from repro.measure.throttle import Watch
+from repro.measure.throttle import METRIC, Watch
 from repro.records import Run, Store, case_key
 from repro.suite import Case, CaseSkipped, Measurement, Profile, Suite
 
-THROTTLED = Measurement("throttled", "flag", 1.0, 1.0, 1.0, 1)
-"""Beside the rows of a case that was measured while the GPU was slowed down; the run record has the reasons."""
+THROTTLED = Measurement(METRIC, "flag", 1.0, 1.0, 1.0, 1)
 
 
 @dataclass(frozen=True)

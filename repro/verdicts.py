@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from repro.claims import BY_ID, CLAIMS, VERDICTS, Claim, judge
+from repro.measure import throttle
 from repro.records import Store, files
 from repro.suite import Evidence, Suite, other_needs
 
@@ -104,7 +105,7 @@ def judge_all(store: Store, suites: Mapping[str, Suite]) -> tuple[list[Verdict],
             try:
                 for evidence in suite.evidence(rows):
                     verdict, reason = judge(BY_ID[evidence.claim], evidence)
-                    note = "; ".join(filter(None, (reason, evidence.note)))
+                    note = "; ".join(filter(None, (reason, evidence.note, throttle.told(own))))
                     newest = str(own["run_id"].max())
                     claim, gpus = BY_ID[evidence.claim], gpus_of(store, device)
                     found.append(Verdict(claim, verdict, note, evidence, device, gpus, newest, name))

@@ -11,9 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 T = TypeVar("T")
+
+METRIC = "throttled"
+"""Of a row that marks its case: measured while a GPU was slowed down, twice. The run record has the reasons."""
 
 PAUSE_SECONDS = 20.0
 """To cool down before a throttled measurement is repeated."""
@@ -48,6 +54,12 @@ class Reading:
 
     reasons: tuple[str, ...] | None
     violations_ns: Mapping[str, int] | None
+
+
+def told(rows: pd.DataFrame) -> str:
+    """For notes and captions: how many cases of these rows are marked; empty where none is."""
+    count = int((rows["metric"] == METRIC).sum())
+    return "" if not count else f"{count} case{'s' * (count > 1)} measured while the GPU was throttled"
 
 
 def reason_names(mask: int) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib.figure
 import pandas as pd
 
+from repro.measure import throttle
 from repro.records import Store, files
 from repro.report import overview, style, tables
 from repro.suite import PROFILES, Figure, Suite, load, other_needs
@@ -97,7 +98,8 @@ def _draw_suite(store: Store, name: str, suite: Suite, folder: Path) -> tuple[li
             with style.context():
                 for figure in suite.draw(rows):
                     save(figure.figure, folder, figure.name)
-                    drawn.append(Drawn(figure.name, figure.caption, figure.claims))
+                    slow = throttle.told(rows[[figure.name.endswith(f"-{d}") for d in rows["device"]]])
+                    drawn.append(Drawn(figure.name, figure.caption + (f" {slow}." if slow else ""), figure.claims))
     except Exception as e:
         return drawn, f"{name}: not drawn: {type(e).__name__}: {e}"
     return drawn, ""

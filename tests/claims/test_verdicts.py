@@ -67,6 +67,14 @@ def test_every_claim_has_exactly_one_row_with_the_fixed_columns(store):
     assert verdicts.read(store.root) == rows
 
 
+def test_the_note_tells_of_a_throttled_gpu(store):
+    run = record(store, "some-gpu", 4.0)
+    assert "throttled" not in decide(store, speed=suite())[0]["K1"].note
+    store.append(run, "speed", Case({"impl": "b"}), [Measurement("throttled", "flag", 1.0, 1.0, 1.0, 1)])
+    noted = suite(evidence=lambda rows: [Evidence("K1", 4.0, 4.0, 4.0, "measured", note="as told")])
+    assert decide(store, speed=noted)[0]["K1"].note == "as told; 1 case measured while the GPU was throttled"
+
+
 def test_measured_before_simulated_then_most_gpus_then_newest(store):
     # what decides is recorded first: neither the order of recording nor that of the names may stand in for the rank
     record(store, "gpu-x4", 3.0)
