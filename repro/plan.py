@@ -8,6 +8,7 @@ Exit codes: 0 done, 2 nothing to plan with (one line says why; --debug shows the
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from repro.measure.machine import read_machine
 from repro.names import unknown
 from repro.plan_setup import Costs, PlanError, Setup
 from repro.planner import Plan
-from repro.records import Store
+from repro.records import Store, files
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMED_SAMPLES = 1_000_000
@@ -81,6 +82,8 @@ def main(
         store = Store(results)
         _check_policy(policy)
         figure = _picture(write, figure)
+        _check_numbers({"--memory-gb": memory_gb, "--bandwidth": bandwidth, "--fps": fps})
+        _check_targets(clips, {"--write": write, "--figure": figure, "--log": log})
         reading = {"fps": fps, "repeats": _repeats(repeat), "log": log}
         _check_reading(clips, reading)
         device, borrowed = _measured(store, device)
@@ -138,6 +141,23 @@ def _picture(write: Path | None, figure: Path | None) -> Path | None:
     if figure is not None and figure == write:
         raise PlanError(f"plan and picture would both be {write}: give --write a name in .yaml, or another --figure")
     return figure
+
+
+def _check_numbers(given: Mapping[str, float | None]) -> None:
+    """Raise PlanError for NaN and infinity, which pass a lower limit."""
+    for option, value in given.items():
+        if value is not None and not math.isfinite(value):
+            raise PlanError(f"{option} must be finite, got {value}")
+
+
+def _check_targets(clips: str, targets: Mapping[str, Path | None]) -> None:
+    """Raise PlanError for a file that would replace the manifest, OSError for one that cannot be written."""
+    for option, path in targets.items():
+        if path is None:
+            continue
+        if "\0" not in clips and path.absolute() == Path(clips).absolute():
+            raise PlanError(f"{option} {path} would replace the manifest itself: give another name")
+        files.require_target(path)
 
 
 def _check_reading(clips: str, reading: Mapping[str, object]) -> None:

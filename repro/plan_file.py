@@ -5,6 +5,8 @@ Other loaders need `batch_size` of each bucket; `policies` has the sizes and pre
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import yaml
 
 from repro.corpus.shapes import Shape
-from repro.plan_setup import PlanError
+from repro.plan_setup import MOST_BYTES, PlanError
 from repro.planner import Plan
 from repro.records import files
 
@@ -68,22 +70,43 @@ def write(plan: Plan, policy: str, path: Path) -> None:
 
 
 def read(path: Path) -> PlanFile:
-    """Read a plan. Raises PlanError for a file that is none, or of a newer format."""
+    """Read a plan. Raises PlanError for a file that is none, of a newer format, or with values that no plan has."""
     try:
-        document = yaml.safe_load(path.read_text())
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
         if document["format"] != FORMAT:
-            raise PlanError(f"{path} has plan format {document['format']}, this reads {FORMAT}")
+            raise PlanError(f"has plan format {reprlib.repr(document['format'])}, this reads {FORMAT}")
         made_for = document["made_for"]
         return PlanFile(
-            batch_size={Shape(b["frames"], b["height"], b["width"]): int(b["batch_size"]) for b in document["buckets"]},
-            policy=document["policy"],
-            device=made_for["device"],
-            memory_bytes=float(made_for["memory_bytes"]),
-            ranks=int(made_for["ranks"]),
-            m_mem=int(document["limits"]["m_mem"]),
+            batch_size=_batch_sizes(document["buckets"]),
+            policy=str(document["policy"]),
+            device=str(made_for["device"]),
+            memory_bytes=float(_whole(made_for, "memory_bytes")),
+            ranks=_whole(made_for, "ranks"),
+            m_mem=_whole(document["limits"], "m_mem"),
         )
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except PlanError as error:
+        raise PlanError(f"{path} {error}") from error
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise PlanError(f"{path} is no plan: {type(error).__name__}: {error}") from error
+
+
+def _batch_sizes(buckets: list[dict[str, Any]]) -> dict[Shape, int]:
+    found: dict[Shape, int] = {}
+    for bucket in buckets:
+        shape = Shape(*(_whole(bucket, side) for side in ("frames", "height", "width")))
+        if shape in found:
+            raise PlanError(f"has the bucket {shape} twice: remove one of them")
+        found[shape] = _whole(bucket, "batch_size")
+    if not found:
+        raise PlanError("has no bucket: make it anew with python -m repro.plan --write")
+    return found
+
+
+def _whole(of: Mapping[str, Any], name: str) -> int:
+    value = of[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_BYTES:
+        raise PlanError(f"has {name} {reprlib.repr(value)}: want a whole number from 1 to {MOST_BYTES:,}")
+    return value
 
 
 def _document(plan: Plan, policy: str) -> dict[str, Any]:

@@ -24,6 +24,10 @@ SHORTEST = 256
 """Tokens of the shortest bucket that a memory limit must hold: a 256 px image, the least that Wan 2.1 trains on."""
 
 
+MOST_RANKS, MOST_MICRO_BATCHES, MOST_TOKENS, MOST_BYTES = 65_536, 4_096, 10**9, 10**15
+"""Above these a value is a mistake, and would be simulated for ever."""
+
+
 class PlanError(ValueError):
     """No plan can be made of this; the message is what the user reads."""
 
@@ -52,9 +56,17 @@ class Setup:
     extrapolate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "micro_batches", "memory_bytes"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, most in (
+            ("ranks", MOST_RANKS),
+            ("micro_batches", MOST_MICRO_BATCHES),
+            ("memory_bytes", MOST_BYTES),
+            ("bandwidth", MOST_BYTES),
+            ("m_mem", MOST_TOKENS),
+            ("token_budget", MOST_TOKENS),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:  # also catches NaN
+                raise PlanError(f"{name} must be from 1 to {most:,}, got {value}")
         if self.m_mem is not None and self.m_mem < SHORTEST:
             raise PlanError(f"m_mem must be at least {SHORTEST} tokens, got {self.m_mem}")
 

@@ -55,10 +55,22 @@ def _floats(raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         with suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # all text, all numbers: seven times faster
             text = pa.array(raw, type=pa.string(), from_pandas=True)
             return text.cast(pa.float64()).to_numpy(zero_copy_only=False, writable=True)
-    numbers = np.array(pd.to_numeric(raw, errors="coerce"), dtype=np.float64)
+    try:
+        numbers = np.array(pd.to_numeric(raw, errors="coerce"), dtype=np.float64)
+    except OverflowError:  # a whole number of hundreds of digits, which JSON may hold
+        numbers = np.array([_float(v) for v in raw])
     if raw.dtype == object or raw.dtype == bool:  # true of JSON and Parquet would count as 1
         numbers[[isinstance(v, bool | np.bool_) for v in raw]] = np.nan
     return numbers
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return np.inf if value > 0 else -np.inf
+    except (TypeError, ValueError):
+        return np.nan
 
 
 def _numbers(field: str, raw: npt.NDArray[Any] | None, n: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint8]]:

@@ -35,6 +35,11 @@ _READERS = {
     ".parquet": readers.read_parquet,
 }
 
+MOST_SHARDS = 1_000_000
+"""Shards that a {000..127} range may stand for; a slip of the finger must not fill the memory with names."""
+MOST_REPEATS = 10_000
+"""Times that an epoch may show a clip."""
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -51,10 +56,15 @@ class Manifest:
 
 
 def shards(path: str) -> list[Path]:
-    """Tar shards that `path` stands for: a folder of them, a glob, or a numeric range such as clips-{000..127}.tar."""
+    """Tar shards that `path` stands for: a folder of them, a glob, or a numeric range such as clips-{000..127}.tar.
+
+    Raises ManifestError for a range of more than MOST_SHARDS.
+    """
     span = re.search(r"\{(\d+)\.\.(\d+)\}", path)
     if span:
         first, last = span.groups()
+        if max(len(first), len(last)) > 18 or int(last) - int(first) >= MOST_SHARDS:
+            raise ManifestError(f"{path} stands for more than {MOST_SHARDS:,} shards: give a smaller range")
         numbers = (str(i).zfill(len(first)) for i in range(int(first), int(last) + 1))
         return [Path(path[: span.start()] + n + path[span.end() :]) for n in numbers]
     if Path(path).is_dir():
@@ -96,13 +106,13 @@ class _Repeats:
 
     The i-th clip of a source appears floor((i + 1) r) - floor(i r) times: 0.5 takes every other clip and 2.25 adds a
     third copy to one in four, evenly spread and without a random draw.
-    Raises ValueError for a negative or non-finite r.
+    Raises ValueError for r outside 0..MOST_REPEATS.
     """
 
     def __init__(self, times: Mapping[str, float]) -> None:
         for source, r in times.items():
-            if not (np.isfinite(r) and r >= 0):
-                raise ValueError(f"repeats of source {source!r} must be a number >= 0, got {r}")
+            if not 0 <= r <= MOST_REPEATS:  # also catches NaN
+                raise ValueError(f"repeats of source {source!r} must be a number from 0 to {MOST_REPEATS:,}, got {r:g}")
         self.times, self.seen = dict(times), Counter[str]()
 
     def counts(self, source: npt.NDArray[Any] | None, n: int) -> npt.NDArray[np.int64]:

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -77,6 +78,16 @@ def choose(header: Iterable[str], wanted: Columns) -> dict[str, str]:
     return {f: column for f, column in found.items() if column is not None}
 
 
+def _choose_once(path: Path, header: Sequence[str], wanted: Columns) -> dict[str, str]:
+    """The same for a whole file. Raises ManifestError where a chosen column stands there more than once."""
+    columns = choose(header, wanted)
+    times = Counter(name.strip().lower() for name in header if isinstance(name, str))
+    for column in columns.values():
+        if times[column.strip().lower()] > 1:
+            raise ManifestError(f"{path} has the column {column.strip()!r} twice: rename or remove one of them")
+    return columns
+
+
 def _open_text(path: Path) -> TextIO:
     """UTF-8 with or without a byte-order mark, gzip or not; a bad byte in a caption must not cost the manifest."""
     if path.suffix == ".gz":
@@ -115,7 +126,7 @@ def read_csv(path: Path, wanted: Columns, rows: int = CHUNK_ROWS) -> Iterator[Ra
             header = next(reader, None)
             if not header:
                 raise ManifestError(f"{path} is empty: want a header line and one clip a line")
-            columns = choose(header, wanted)
+            columns = _choose_once(path, header, wanted)
             at = [header.index(c) for c in columns.values()]
             # itemgetter gives a bare value for one index, and nothing for none
             pick = itemgetter(*at) if len(at) > 1 else lambda record: [record[i] for i in at]
@@ -145,7 +156,7 @@ def read_csv(path: Path, wanted: Columns, rows: int = CHUNK_ROWS) -> Iterator[Ra
 def _parse(place: str, text: str | bytes) -> dict[str, Any] | Broken:
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: nested thousands deep
         return Broken(place, "not JSON", str(error))
     return record if isinstance(record, dict) else Broken(place, "not a JSON object", f"a {type(record).__name__}")
 
@@ -192,7 +203,7 @@ def read_parquet(path: Path, wanted: Columns, rows: int = CHUNK_ROWS) -> Iterato
     except pa.ArrowInvalid as error:
         raise ManifestError(f"{path} is not a Parquet file: {error}") from error
     with file:
-        columns = choose(file.schema_arrow.names, wanted)
+        columns = _choose_once(path, file.schema_arrow.names, wanted)
         first = 0
         for batch in file.iter_batches(batch_size=rows, columns=list(columns.values())):
             values = {f: batch.column(c).to_numpy(zero_copy_only=False) for f, c in columns.items()}

@@ -67,11 +67,15 @@ class ClipReport:
 
 
 class Recorder(AbstractContextManager["Recorder"]):
-    """Fills a `ClipReport`; with `log`, also writes `place,fate,reason,detail` of every dropped or changed clip."""
+    """Fills a `ClipReport`; with `log`, also writes `place,fate,reason,detail` of every dropped or changed clip.
+
+    The log appears at the end, whole, in place of an older one; where reading fails, the older one stays.
+    """
 
     def __init__(self, report: ClipReport, log: Path | None = None) -> None:
-        self.report = report
-        self._file = log.open("w", newline="", encoding="utf-8") if log else None
+        self.report, self._log = report, log
+        self._partial = log.with_name(f".{log.name}.partial") if log else None
+        self._file = self._partial.open("w", newline="", encoding="utf-8") if self._partial else None
         self._writer: Any = csv.writer(self._file) if self._file else None
         if self._writer:
             self._writer.writerow(("place", "fate", "reason", "detail"))
@@ -102,6 +106,12 @@ class Recorder(AbstractContextManager["Recorder"]):
             those = [r for r in records if r.reason == reason]
             self.note("dropped", reason, np.arange(len(those)), lambda i, t=those: (t[i].place, t[i].detail))  # type: ignore[misc]
 
-    def __exit__(self, *exc: object) -> None:
-        if self._file:
-            self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._file is None or self._partial is None or self._log is None:
+            return
+        self._file.close()
+        try:
+            if kind is None:
+                self._partial.replace(self._log)
+        finally:
+            self._partial.unlink(missing_ok=True)

@@ -55,6 +55,15 @@ def locked(folder: Path) -> Iterator[None]:
         raise TimeoutError(f"{folder} has been locked by another run for {LOCK_SECONDS:.0f} s: wait for it") from e
 
 
+def require_target(path: Path) -> None:
+    """Raise OSError, naming the path, where no file can stand: on a folder, or below a file."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file")
+    above = next(p for p in path.absolute().parents if p.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{path} cannot be written: {above} is a file, not a folder")
+
+
 def replace(path: Path, content: bytes) -> None:
     """Write a whole file atomically: a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
