@@ -20,8 +20,9 @@ from repro.names import unknown
 from repro.records import Key, Store, case_key, parameter_columns
 from repro.records.schema import HEAD, TAIL
 
-FACTS = ("gpu_name", "gpu_count", "mig_profile", "power_limit_w", "cpu_name", "cores")
-"""Facts of a run record by which two machines of one slug are told apart."""
+GPU_FACTS = ("gpu_name", "gpu_count", "mig_profile", "power_limit_w")
+CPU_FACTS = ("cpu_name", "cores")
+"""Facts of a run record by which two devices of one slug are told apart; a GPU's do not include its host's."""
 BENCHMARKS = "pytest-benchmark"
 """Suite of the rows that are read from pytest-benchmark's JSON."""
 RUN_WORDS = {"first": 0, "previous": -2, "latest": -1}
@@ -131,7 +132,8 @@ def named(sources: Iterable[Source]) -> list[Source]:
 
 def same_device(a: Source, b: Source) -> bool:
     """Whether both were measured on one kind of device: equal slugs, and no fact known of both that differs."""
-    known = [f for f in FACTS if a.machine.get(f) is not None and b.machine.get(f) is not None]
+    facts = GPU_FACTS if a.machine.get("gpu_count") and b.machine.get("gpu_count") else (*GPU_FACTS, *CPU_FACTS)
+    known = [f for f in facts if a.machine.get(f) is not None and b.machine.get(f) is not None]
     return a.device == b.device and all(a.machine[f] == b.machine[f] for f in known)
 
 
@@ -208,6 +210,7 @@ def _source(
         "torch": machine.get("torch"),
         "CUDA": machine.get("torch_cuda"),
         "driver": machine.get("driver"),
+        "host": f"{machine.get('cpu_name')} x{machine.get('cores')}" if machine.get("gpu_count") else None,
         "commit": (newest.get("commit") or "")[:9] or None,
         "load": machine.get("load_average"),
     }

@@ -147,7 +147,7 @@ def notes(comparison: Comparison, cells: Sequence[Shared]) -> list[str]:
 def _differences(old: Source, new: Source) -> list[str]:
     told = [
         f"{name} {old.about[name]} -> {new.about[name]}"
-        for name in ("torch", "CUDA", "driver")
+        for name in ("torch", "CUDA", "driver", "host")
         if old.about.get(name) and new.about.get(name) and old.about[name] != new.about[name]
     ]
     threads = [s.machine.get("omp_num_threads", "unknown") for s in (old, new)]

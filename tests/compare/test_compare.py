@@ -343,3 +343,11 @@ def test_what_moved_less_than_the_plain_streams_is_the_machines(recorder, factor
     assert words(done.output) == counts
     assert done.exit_code == (1 if counts.get("SLOWER") else 0)
     assert ("streams of speed, full, moved by up to" in " ".join(done.output.split())) == ("stream" in factor)
+
+
+def test_another_host_is_told_and_leaves_the_gpu_the_same(recorder):
+    old = recorder.run("before", cpu_name="Hare", cores=16)
+    new = recorder.run("after", seed=1, cpu_name="Tortoise", cores=24)
+    done = recorder.call(old, new)
+    assert words(done.output) == {"SAME": 4}
+    assert "differ in host Hare x16 -> Tortoise x24" in " ".join(done.output.split())
