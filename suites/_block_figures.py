@@ -25,13 +25,15 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
     table = block_time.times(rows)
     table = table[table["model"].isin(block_time.SHOWN)]
     figures = []
+    correlations = {}
     for device, own in table.groupby("device", sort=True):
         figures.append(_draw_shapes(str(device), own))
         found = {model: block_time.replay(own.assign(suite=block_time.NAME), model) for model in block_time.SHOWN}
         known = {model: r for model, r in found.items() if r is not None}
         if known:
+            correlations[str(device)] = known
             figures.append(_draw_replay(str(device), own.assign(suite=block_time.NAME), known))
-    return figures + _draw_devices(table)
+    return figures + _draw_correlations(correlations) + _draw_devices(table)
 
 
 def _draw_shapes(device: str, table: pd.DataFrame) -> Figure:
@@ -135,6 +137,27 @@ def _correlations(ax: Axes, found: dict[str, tuple[Interval, Interval]]) -> None
     ax.set(xlim=(0, 1.02), ylim=(len(PAPER_R) - 0.45, -0.55), xlabel="correlation with step time, R")
     ax.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1])
     ax.grid(axis="y", visible=False)
+
+
+def _draw_correlations(found: dict[str, dict[str, tuple[Interval, Interval]]]) -> list[Figure]:
+    """R of every model on all devices."""
+    import pandas as pd
+
+    from repro.report import devices
+
+    if len(found) < 2:
+        return []
+    panels = {}
+    for i, quantity in enumerate(PAPER_R):
+        rows = [
+            {"row": f"{model} width", "device": device, "kind": "measured",
+             "value": r[i].value, "ci_low": r[i].low, "ci_high": r[i].high}
+            for device, of_model in found.items() for model, r in of_model.items()
+        ]  # fmt: skip
+        panels[f"R of step time and {quantity}"] = pd.DataFrame(rows)
+    paper = {name: (f"paper: about {r}", r) for name, r in zip(panels, PAPER_R.values(), strict=True)}
+    caption = "Correlation over replayed equal-token steps of wan-uniform on each device, with its 95% interval."
+    return [Figure("equal_token_correlation-devices", devices.dots(panels, paper), caption, block_time.CLAIMS)]
 
 
 def _draw_devices(table: pd.DataFrame) -> list[Figure]:

@@ -248,4 +248,50 @@ def _draw_devices(table: pd.DataFrame) -> list[Figure]:
         "Gain of AdaptiveLoad (dual constraint, fused AdaLN) in tokens/s over equal-token batches with eager AdaLN, "
         f"simulated from each device's block_time; {AROUND}."
     )
-    return [Figure("sensitivity-devices", figure, caption, ("T1", "T2"))]
+    return [
+        Figure("sensitivity-devices", figure, caption, ("T1", "T2")),
+        *_draw_policies_of(table),
+        *_draw_leads(table),
+    ]
+
+
+def _draw_policies_of(table: pd.DataFrame) -> list[Figure]:
+    """Every policy's gain at the base point on all devices."""
+    from repro.report import devices, style
+
+    base = Setting("equal_token", "eager", sensitivity.BASE_RANKS)
+    settings = {style.label(p): replace(base, policy=p) for p in style.ordered(policies.NAMES[1:])}
+    name = f"gain in tokens/s, {sensitivity.BASE_RANKS} ranks, %"
+    panel = _campaign.by_device(table, settings, "gain")
+    if not devices.several(panel):
+        return []
+    figure = devices.dots({name: panel}, {name: (PAPER, GAIN)})
+    caption = f"Gain of every policy over equal-token batches on each device, eager AdaLN, simulated; {AROUND}."
+    return [Figure("sensitivity_policies-devices", figure, caption, ("T1", "T2"))]
+
+
+def _draw_leads(table: pd.DataFrame) -> list[Figure]:
+    """Balanced's lead at the base number of ranks on all devices."""
+    import pandas as pd
+
+    from repro.report import devices
+
+    found = [
+        leads[leads["ranks"] == sensitivity.BASE_RANKS]
+        .sort_values("value")
+        .drop_duplicates("corpus")
+        .assign(device=device)
+        for device, own in table.groupby("device", sort=True)
+        if len(leads := sensitivity.rivals(own))
+    ]
+    if len(found) < 2:
+        return []
+    rows = pd.concat(found, ignore_index=True)
+    rows = rows.assign(row=rows["corpus"], kind="simulated").sort_values(
+        "corpus", key=lambda c: c.map(mixes.names().index), kind="stable"
+    )
+    figure = devices.dots({f"lead of balanced in samples/s, {sensitivity.BASE_RANKS} ranks, %": rows})
+    caption = (
+        "Samples/s of balanced over the fastest policy whose steps are no further from the corpus' mix, simulated."
+    )
+    return [Figure("balanced_lead-devices", figure, caption)]

@@ -96,7 +96,7 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
     figures = []
     for device, table in own.groupby("device", sort=True):
         figures += [_draw_gains(str(device), table), _draw_frontier(str(device), table)]
-    return [f for f in (*figures, _draw_devices(own)) if f is not None]
+    return [f for f in (*figures, _draw_devices(own), _draw_frontiers(own)) if f is not None]
 
 
 def _settings() -> Iterator[Setting]:
@@ -203,6 +203,26 @@ def _draw_devices(table: pd.DataFrame) -> Figure | None:
         f"{assumptions.M_MEM:,} tokens, one micro-batch a step. Bars are 95% intervals over seeds."
     )
     return Figure("throughput-devices", devices.dots(panels, paper), caption, CLAIMS)
+
+
+def _draw_frontiers(table: pd.DataFrame) -> Figure | None:
+    """Balance and mix of every policy on all devices, where ranks meet in each of four micro-batches."""
+    from repro.report import devices, style
+
+    at = Setting("equal_token", "eager", FRONTIER_RANKS, micro_batches=4, protocol="matched", m_mem=TOKEN_BUDGET)
+    settings = {style.label(p): replace(at, policy=p) for p in style.ordered(policies.NAMES)}
+    panels = {
+        "share of perfect balance": _campaign.by_device(table, settings, "share_of_perfect"),
+        "mix distance": _campaign.by_device(table, settings, "mix_distance"),
+    }
+    panels = {name: panel for name, panel in panels.items() if devices.several(panel)}
+    if not panels:
+        return None
+    caption = (
+        f"Simulated from each device's block_time: {assumptions.CORPUS}, 14B, {FRONTIER_RANKS} ranks that meet in each "
+        f"of 4 micro-batches a step, M_mem {TOKEN_BUDGET:,} tokens, samples a step matched. Bars are 95% intervals."
+    )
+    return Figure("frontier-devices", devices.dots(panels), caption, ("T1", "T2"))
 
 
 def _draw_policies(ax: Axes, table: pd.DataFrame, base: Setting) -> None:
