@@ -123,3 +123,15 @@ def test_a_suite_that_fails_elsewhere_is_one_line(tmp_path, monkeypatch) -> None
     (tmp_path / "file").write_text("no folder")
     drawn, errors = draw.draw_all(Store(ROOT / "results"), suites, tmp_path / "file")
     assert drawn == [] and [e.split(":")[0] for e in errors] == ["graph_nodes", "activation_memory"]
+
+
+def test_every_recorded_device_has_figures_and_a_place_in_the_comparison() -> None:
+    from repro.compare_read import read
+
+    recorded_devices = Store(ROOT / "results").devices()
+    assert len(recorded_devices) >= 2
+    for device in recorded_devices:
+        assert list((ROOT / "figures").glob(f"*-{device}.svg")), (
+            f"no figure of {device}: python -m repro.all --no-measure"
+        )
+    assert {s.device for s in read(str(ROOT), ROOT / "results")} == set(recorded_devices)
