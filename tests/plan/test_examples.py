@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 
 from repro import plan
 
-README = Path(__file__).resolve().parents[2] / "README.md"
 COMMAND = re.compile(r"^ *python -m repro\.plan (.+)$", re.MULTILINE)
 
 
 def printed() -> list[list[str]]:
-    """Arguments of the examples in the module's docstring, in --help (at a terminal's usual width) and in README."""
+    """Arguments of the examples in the module's docstring and in --help (at a terminal's usual width)."""
     shown = CliRunner().invoke(plan.app, ["--help"], env={"COLUMNS": "80"}).stdout
-    texts = {"docstring": plan.__doc__ or "", "--help": shown, "README": README.read_text()}
+    texts = {"docstring": plan.__doc__ or "", "--help": shown}
     found = {where: COMMAND.findall(text) for where, text in texts.items()}
     assert all(found.values()), f"no example to run: {found}"
     return [shlex.split(line, comments=True) for lines in found.values() for line in lines]

@@ -1,0 +1,159 @@
+"""Links, names, tables and numbers of the documents are true."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from repro import suite as registry
+from repro import verdicts
+from repro.balance import policies
+from repro.measure.machine import Machine
+from repro.records import Store
+from repro.verdicts import gpus_of
+from tests.docs.documents import DOCUMENTS, ROOT
+
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+STORE = Store(ROOT / "results")
+H200 = Machine("nvidia-h200", "NVIDIA H200", 1, (9, 0), 132, 150_000_000_000, 16, {})
+
+
+def table(text: str, head: str) -> list[list[str]]:
+    """Cells of the rows of the table whose first heading is `head`."""
+    found = re.search(rf"^\| {re.escape(head)} \|.*\n\|[ |-]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert found, head
+    return [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in found[1].splitlines()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_links_lead_to_files(document: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_paths_that_are_named_exist(document: Path) -> None:
+    """Of files in the checkout; what examples add is told as new."""
+    text = document.read_text()
+    new = set(re.findall(r"^`([\w/.]+)`, new:$", text, re.MULTILINE))
+    named = set(re.findall(r"`((?:repro|suites|tests|csrc|docs)/[\w/.*-]*)`", text)) - new
+    missing = [p for p in sorted(named) if not any(ROOT.glob(p))]
+    assert not missing
+
+
+def test_the_readme_lists_every_part() -> None:
+    paths = [p for cells in table(README.read_text(), "path") for p in re.findall(r"`([^`]+)`", cells[0])]
+    listed = {q for p in paths for q in ROOT.glob(p.rstrip("/").replace("<device>", "*"))}
+    assert all(any(ROOT.glob(p.rstrip("/").replace("<device>", "*"))) for p in paths)
+    folders = [p.parent for p in (ROOT / "repro").glob("*/__init__.py")]
+    modules = [p for p in (ROOT / "repro").glob("*.py") if p.name != "__init__.py"]
+    assert not {str(p.relative_to(ROOT)) for p in [*folders, *modules] if p not in listed}
+
+
+def test_the_readme_can_be_read_in_five_minutes() -> None:
+    text = re.sub(r"<!-- claims: generated.*?<!-- claims: end -->", "", README.read_text(), flags=re.DOTALL)
+    assert len(re.findall(r"[A-Za-z]{2,}", re.sub(r"```.*?```", "", text, flags=re.DOTALL))) <= 1250  # 250 a minute
+
+
+def test_policies_are_all_told() -> None:
+    rows = table((ROOT / "docs" / "library.md").read_text(), "policy")
+    assert sorted(n for cells in rows for n in re.findall(r"`(\w+)`", cells[0])) == sorted(policies.NAMES)
+
+
+def test_every_suite_is_told_with_its_claims_and_minutes() -> None:
+    rows = {cells[0].strip("`"): cells for cells in table(RESULTS.read_text(), "suite")}
+    assert sorted(rows) == registry.names(), "docs/results.md has a row for each suite"
+    for name, (_, claims, what, minutes) in rows.items():
+        suite = registry.load(name)
+        assert claims == ", ".join(suite.CLAIMS), name
+        assert ("(simulated)" in what) == registry.is_simulated(suite), name
+        estimated = sum(c.seconds for c in suite.cases("full", H200)) / 60
+        assert abs(float(minutes) - estimated) <= 0.1 + 0.1 * estimated, f"{name}: {estimated:.1f}"
+
+
+def test_the_whole_takes_as_long_as_told() -> None:
+    measuring = [s for s in map(registry.load, registry.names()) if not registry.is_simulated(s)]
+    estimated = sum(c.seconds for s in measuring for c in s.cases("full", H200)) / 60
+    told = re.search(r"About (\d+) minutes on one H200", (ROOT / "CONTRIBUTING.md").read_text())
+    assert told and abs(float(told[1]) - estimated) <= 0.15 * estimated, f"{estimated:.0f}"
+
+
+@functools.cache
+def rows_of(suite: str, device: str) -> pd.DataFrame:
+    return STORE.rows(suite, device, "full")
+
+
+_QUOTED = re.compile(r"([\d.,]+)\s?\S*<!-- row: (\S+)/(\w+) (\w+)((?: \w+=\S+)+) -->")
+
+
+def test_quoted_numbers_are_those_of_the_newest_rows() -> None:
+    count = 0
+    for document in DOCUMENTS:
+        text = document.read_text()
+        quotes = _QUOTED.findall(text)
+        assert len(quotes) == text.count("<!-- row:"), document
+        for told, device, suite, metric, where in quotes:
+            rows = rows_of(suite, device)
+            rows = rows[rows["metric"] == metric]
+            for name, value in (pair.split("=") for pair in where.split()):
+                rows = rows[rows[name].astype(str) == value]
+            assert len(rows) == 1, where
+            digits = len(told.partition(".")[2])
+            assert f"{rows['value'].iloc[0]:,.{digits}f}" == told, f"{document.name}: {suite} {metric}{where}"
+            count += 1
+    assert count
+
+
+def test_recorded_durations_are_those_of_the_runs() -> None:
+    for minutes, device, run_id in re.findall(r"([\d.]+)<!-- run: (\S+) (\S+) -->", RESULTS.read_text()):
+        (run,) = (r for r in STORE.runs(device) if r["run_id"] == run_id)
+        assert f"{run['end']['seconds'] / 60:.1f}" == minutes, run_id
+
+
+def test_every_row_s_run_is_on_record() -> None:
+    for device in STORE.devices():
+        folder = ROOT / "results" / device
+        known = {json.loads(line)["run_id"] for line in (folder / "runs.jsonl").read_text().splitlines()}
+        for path in folder.glob("*.csv"):
+            assert set(pd.read_csv(path, usecols=["run_id"])["run_id"]) <= known, path
+
+
+def _slower(form: str, direction: str) -> dict[str, list[str]]:
+    """By suite, cells on the H200 in which another implementation takes less device time than fused."""
+    found: dict[str, list[str]] = {}
+    for suite in ("kernel_speed", "peers"):
+        rows = rows_of(suite, "nvidia-h200")
+        rows = rows[(rows["metric"] == "time") & (rows["form"] == form) & (rows["pass"] == direction)]
+        wide = rows.pivot_table(index=["dtype", "batch", "tokens", "dim"], columns="impl", values="value")
+        if "fused" in wide:
+            others = wide.drop(columns=["fused", "stream"]).min(axis=1)
+            found[suite] = [str(cell) for cell in wide.index[others < wide["fused"]]]
+    return found
+
+
+def test_what_the_readme_says_of_the_kernels() -> None:
+    text = " ".join(README.read_text().split())
+    assert "its backward takes the least device time of all that we measured, at every size" in text
+    assert not any(_slower("per_sample", "backward").values())
+    assert "its forward does not, at some sizes and mostly in fp32" in text
+    forward = [cell for cells in _slower("per_sample", "forward").values() for cell in cells]
+    assert forward and sum("fp32" in cell for cell in forward) > len(forward) / 2
+    assert "With modulation per token, measured at two sizes, `torch.compile`'s backward is faster" in text
+    assert len(_slower("per_token", "backward")["peers"]) == 2
+
+
+def test_what_is_not_recorded_is_said() -> None:
+    """Sentences that stand until somebody measures it."""
+    measured = set(rows_of("peers", "nvidia-h200")["impl"]) & {"cudnn", "liger", "quack"}
+    assert ("no rows of these three packages are recorded yet" in RESULTS.read_text()) == (not measured)
+    training = " ".join((ROOT / "docs" / "training.md").read_text().split())
+    many = [d for d in STORE.devices() if gpus_of(STORE, d) > 2]
+    assert ("**Not run so far:** more than two GPUs" in training) == (not many), many
+    kinds = {row["id"]: row["kind"] for row in verdicts.read(ROOT / "results")}
+    simulated = kinds["T1"] == kinds["T2"] == "simulated"
+    assert ("on 8 and 16 ranks that the README tells are simulated" in training) == simulated
