@@ -133,7 +133,7 @@ def _recorded_machine(store: Store, device: str) -> Machine:
     runs = store.runs(device)
     if not runs:
         raise typer.BadParameter(f"{device!r} has no run record (runs.jsonl)", param_hint="--device")
-    facts = runs[-1]["machine"]
+    facts = runs[-1].get("machine", {})
     capability = facts.get("compute_capability")
     return Machine(
         slug=device,

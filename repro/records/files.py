@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -105,12 +106,15 @@ def read_table(path: Path) -> Table:
     end = content.rfind(b"\n") + 1
     tail = content[end:]
     # cells hold no line breaks, so lines are parsed one by one: a stray quote spoils its own line only
-    lines = [_fields(line) for line in content[:end].decode(errors="replace").splitlines()]
+    text = content[:end].decode(errors="surrogateescape")
+    foreign = re.compile("[\udc80-\udcff]") if not _is_utf8(content[:end]) else None
+    lines = [fields_of(line) for line in text.splitlines()]
     columns = lines[0] if lines else ()
+    names_differ = len(set(columns)) == len(columns)  # else nobody knows which of two cells is meant
     rows, rejected = [], _set_aside(path)
     bad = []
     for number, fields in enumerate(lines[1:], start=2):
-        if len(fields) == len(columns):
+        if len(fields) == len(columns) and names_differ and not (foreign and any(map(foreign.search, fields))):
             rows.append(fields)
         elif any(fields):
             rejected.append((columns, _line(fields)))
@@ -120,14 +124,27 @@ def read_table(path: Path) -> Table:
         bad.append(len(lines) + 1)
     if bad:
         numbers = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        warnings.warn(f"{path}: line {numbers} is no whole row and is left out", stacklevel=2)
+        why = "" if names_differ else f": its header has {next(c for c in columns if columns.count(c) > 1)!r} twice"
+        warnings.warn(f"{path}: line {numbers} is no whole row and is left out{why}", stacklevel=2)
     return Table(columns, tuple(rows), tuple(rejected), tail)
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def append_rows(path: Path, parameters: Sequence[str], rows: Sequence[Record]) -> None:
     """Append a set of rows in one write, or rewrite the file where its header must grow. The caller holds the lock."""
     columns, whole = _head(path)
-    if whole and columns == header([*parameter_columns(columns), *(p for p in parameters if p not in columns)]):
+    if (
+        whole
+        and len(set(columns)) == len(columns)
+        and columns == header([*parameter_columns(columns), *(p for p in parameters if p not in columns)])
+    ):
         append(path, _lines(columns, rows))
         return
     with warnings.catch_warnings():
@@ -146,7 +163,7 @@ def _head(path: Path) -> tuple[tuple[str, ...], bool]:
     if not path.exists() or path.stat().st_size == 0:
         return (), False
     with path.open("rb") as f:
-        columns = _fields(f.readline().decode(errors="replace").rstrip("\r\n"))
+        columns = fields_of(f.readline().decode(errors="replace").rstrip("\r\n"))
         f.seek(-1, os.SEEK_END)
         return columns, f.read(1) == b"\n"
 
@@ -163,8 +180,14 @@ def _lines(columns: Sequence[str], rows: Sequence[Record]) -> bytes:
     return "".join(_line([row.get(c, "") for c in columns]) + "\n" for row in rows).encode()
 
 
-def _fields(line: str) -> tuple[str, ...]:
-    return tuple(next(csv.reader([line]), ()) if '"' in line else line.split(","))
+def fields_of(line: str) -> tuple[str, ...]:
+    """Cells of a line of CSV."""
+    if '"' not in line:
+        return tuple(line.split(","))
+    try:
+        return tuple(next(csv.reader([line]), ()))
+    except csv.Error:  # a cell of hundreds of kilobytes
+        return (line,)
 
 
 def _line(fields: Sequence[str]) -> str:

@@ -31,6 +31,9 @@ Key = frozenset[tuple[str, str]]
 MIGRATIONS: dict[int, Callable[[Record], Record]] = {}
 """schema n -> function that turns a row of schema n into one of schema n + 1 (its `schema` cell is set for it)."""
 
+_DIGITS = 15
+"""Of a whole number that fits into 64 bits."""
+
 
 class SchemaError(ValueError):
     """A row, or what should become one, breaks the format; the message names the value and the fix."""
@@ -114,9 +117,33 @@ def migrate(row: Record) -> Record:
 def schema_of(row: Record) -> int:
     """Schema version of a row. Raises SchemaError where it is no number."""
     text = row.get("schema", "")
-    if not text.isascii() or not text.isdigit():
-        raise SchemaError(f"schema must be a whole number, got {text!r}")
+    if not text.isascii() or not text.isdigit() or len(text) > _DIGITS:
+        raise SchemaError(f"schema must be a whole number, got {text[:40]!r}")
     return int(text)
+
+
+def check(row: Record) -> None:
+    """Raise SchemaError, naming cell and text, where a row that was read has what none can have.
+
+    NaN and infinities pass: they are what was measured, and decide nothing (`repro.claims.judge`).
+    """
+    if not row.get("run_id") or not row.get("metric"):
+        raise SchemaError(f"{'metric' if row.get('run_id') else 'run_id'} is empty")
+    for name, known in (("profile", PROFILES), ("kind", KINDS)):
+        if row.get(name) not in known:
+            raise SchemaError(f"{name} must be one of {', '.join(known)}, got {row.get(name, '')[:40]!r}")
+    numbers = []
+    for name in ("value", "ci_low", "ci_high"):
+        text = row.get(name, "nan")
+        try:
+            numbers.append(float(text))
+        except ValueError:
+            raise SchemaError(f"{name} must be a number, got {text[:40]!r}") from None
+    if numbers[1] > numbers[2]:
+        raise SchemaError(f"ci_low {row['ci_low']} lies above ci_high {row['ci_high']}")
+    text = row.get("n", "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
+        raise SchemaError(f"n must be a whole number, got {text[:40]!r}")
 
 
 def _measured(suite: str, m: Measurement) -> Record:

@@ -9,7 +9,7 @@ Rows are never removed. On reading, the newest run of a case owns all its metric
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import json
 import secrets
 import warnings
@@ -30,6 +30,7 @@ from repro.records.schema import (
     Record,
     SchemaError,
     case_key,
+    check,
     header,
     migrate,
     parameter_columns,
@@ -217,9 +218,10 @@ def _newest(rows: Sequence[Record], profile: Profile | None) -> list[Record]:
 def _new_id(now: datetime, known: Sequence[str]) -> str:
     """Time of the start and four random hex digits. A clock set back must not make a new run look old."""
     stamp = now
-    if known:
-        newest = datetime.strptime(max(known).rpartition("-")[0], _ID_TIME).replace(tzinfo=UTC)
-        stamp = max(now, newest + timedelta(milliseconds=1))
+    for run_id in known:
+        with contextlib.suppress(ValueError, OverflowError):  # an id of another making has no time
+            started = datetime.strptime(run_id.rpartition("-")[0], _ID_TIME).replace(tzinfo=UTC)
+            stamp = max(stamp, started + timedelta(milliseconds=1))
     return f"{stamp.strftime(_ID_TIME)}-{secrets.token_hex(2)}"
 
 
@@ -231,12 +233,20 @@ def _read_runs(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            record["run_id"]
+        except (ValueError, RecursionError):
+            record = None
+        if _is_run(record):
             found.append(record)
-        except (json.JSONDecodeError, KeyError, TypeError):
-            if line.strip():
-                broken[number] = line
+        elif line.strip():
+            broken[number] = line
     return found, broken
+
+
+def _is_run(record: object) -> bool:
+    """Whether a line's value has what readers rely on."""
+    if not isinstance(record, dict) or not isinstance(record.get("run_id"), str):
+        return False
+    return isinstance(record.get("machine", {}), dict)
 
 
 def _numbers(broken: Mapping[int, str]) -> str:
@@ -266,6 +276,7 @@ def _current(path: Path, table: files.Table) -> list[Record]:
             row = migrate(row)
             if (version := schema_of(row)) > SCHEMA:
                 raise SchemaError(f"schema {version} is newer than this checkout reads ({SCHEMA}): update it")
+            check(row)
             rows.append(row)
         except SchemaError as e:
             reasons[str(e)] = reasons.get(str(e), 0) + 1
@@ -287,7 +298,7 @@ def _typed(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _prefix(columns: Sequence[str], line: str) -> tuple[dict[str, str], tuple[str, str] | None]:
     """What a cut-off line still tells of its case: whole cells, and the cell that it broke off in."""
-    fields = next(csv.reader([line]), [])
+    fields = files.fields_of(line)
     width = columns.index("metric") if "metric" in columns else len(columns)
     whole = dict(zip(columns[:width], fields[:-1], strict=False))
     broken = (columns[len(fields) - 1], fields[-1]) if 0 < len(fields) <= width else None
