@@ -80,6 +80,8 @@ class Evidence:
     """What one device's rows say about one claim: the effect in the claim's unit, oriented as the claim states it.
 
     Verdicts are not given here: `repro.claims` compares the interval with the paper's value.
+    decides: False for what was measured at another scale than the claim's, on two GPUs where it says sixteen: it stands
+    in the note of what decides, and decides nothing itself.
     """
 
     claim: str
@@ -90,6 +92,7 @@ class Evidence:
     baseline: float | None = None
     treated: float | None = None
     note: str = ""
+    decides: bool = True
 
 
 @dataclass(frozen=True)

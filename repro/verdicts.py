@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from repro.claims import BY_ID, CLAIMS, VERDICTS, Claim, judge
@@ -63,6 +63,18 @@ class Verdict:
         """The greatest decides the claim: judged, then measured, then most GPUs, then newest."""
         measured = self.evidence is not None and self.evidence.kind == "measured"
         return self.verdict != "not run", measured, self.gpus, self.newest
+
+    @property
+    def decides(self) -> bool:
+        """Whether it may decide its claim."""
+        return self.evidence is not None and self.evidence.decides
+
+    def told(self) -> str:
+        """It in a few words, for the note of another verdict."""
+        e, gpus = self.evidence, f"{self.gpus} GPU{'' if self.gpus == 1 else 's'}" if self.gpus else "CPU"
+        assert e is not None
+        ends = f"{e.value:.3g} [{e.ci_low:.3g}, {e.ci_high:.3g}] {self.claim.unit}"
+        return f"{e.kind} on {self.device} ({gpus}), beside this verdict: {ends} ({e.note})"
 
     def row(self) -> dict[str, str]:
         """Cells of a row with the fixed COLUMNS; numbers to six digits, unknown ones empty."""
@@ -114,8 +126,11 @@ def judge_all(store: Store, suites: Mapping[str, Suite]) -> tuple[list[Verdict],
     chosen, rest = [], []
     for claim in CLAIMS:
         candidates = sorted((v for v in found if v.claim.id == claim.id), key=lambda v: v.rank, reverse=True)
-        chosen.append(candidates[0] if candidates else Verdict(claim, "not run", _why_not(claim, store, suites)))
-        rest += candidates[1:]
+        beside = [v for v in candidates if not v.decides]
+        candidates = [v for v in candidates if v.decides]
+        first = candidates[0] if candidates else Verdict(claim, "not run", _why_not(claim, store, suites))
+        chosen.append(replace(first, note="; ".join(filter(None, (first.note, *(v.told() for v in beside))))))
+        rest += candidates[1:] + beside
     return chosen, rest, errors
 
 

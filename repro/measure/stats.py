@@ -45,7 +45,7 @@ def median_interval(samples: npt.ArrayLike, seed: str, resamples: int = RESAMPLE
     seed: text of the case key (`seed_text`). Raises ValueError unless there is at least one sample and all are finite.
     """
     values = _checked(samples)
-    medians = _bootstrap_medians(values, _generator(seed), resamples)
+    medians = _bootstrap_medians(values, generator(seed), resamples)
     return _interval(float(np.median(values)), medians, values.size)
 
 
@@ -60,8 +60,8 @@ def ratio_interval(
     top, bottom = _checked(numerator), _checked(denominator)
     if bottom.min() <= 0:
         raise ValueError(f"a ratio needs positive samples in its denominator, got {bottom.min()}")
-    generator = _generator(seed)
-    ratios = _bootstrap_medians(top, generator, resamples) / _bootstrap_medians(bottom, generator, resamples)
+    draw = generator(seed)
+    ratios = _bootstrap_medians(top, draw, resamples) / _bootstrap_medians(bottom, draw, resamples)
     return _interval(float(np.median(top) / np.median(bottom)), ratios, min(top.size, bottom.size))
 
 
@@ -90,7 +90,8 @@ def _interval(value: float, estimates: npt.NDArray[np.float64], n: int) -> Inter
     return Interval(value, min(float(low), value), max(float(high), value), n)
 
 
-def _generator(seed: str) -> np.random.Generator:
+def generator(seed: str) -> np.random.Generator:
+    """The generator of a case: seeded from the text of its key."""
     return np.random.default_rng(int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=16).digest()))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from repro.measure import stack_time
 from repro.wan.config import WanConfig
 from repro.wan.engine import Engine, OptimizerSettings
 from repro.wan.objective import FlowMatching
-from repro.wan.parallel import Compute, Parallelism, World
+from repro.wan.parallel import Checkpointing, Compute, Parallelism, World
 from repro.wan.run import make_engine
 from repro.wan.samples import FlowLosses
 from repro.wan.sweep import Sweep
@@ -34,24 +35,30 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on its ranks. layers: blocks. compiled: each of them by Inductor. Full activation checkpointing."""
+    """A model on its ranks. layers: blocks. compiled: each of them by Inductor. checkpointing: of `Parallelism`."""
 
     model: str
     layers: int
     adaln: str
     sync: str = "micro_batch"
     compiled: bool = False
+    checkpointing: str = "full"
 
     def engine(self, world: World, corpus: Corpus | None = None) -> Engine:
         """bf16 on GPUs; corpus: what its steps are of, None where losses are given with every pass."""
         compute: Compute = "bf16" if world.device.type == "cuda" else "master"
-        parallelism = Parallelism(cast(Sync, self.sync), "full", self.compiled, compute)
+        parallelism = Parallelism(
+            cast(Sync, self.sync), cast(Checkpointing, self.checkpointing), self.compiled, compute
+        )
         losses = FlowLosses(SyntheticSamples(corpus or _one_shape((1, 16, 16), 1)), FlowMatching(), world.device)
         config = WanConfig.preset(self.model, self.layers)
         return make_engine(config, self.adaln, losses, parallelism, OptimizerSettings(), world)
 
 
 _sweep: tuple[Setting, Sweep] | None = None
+
+ON_FREE: list[Callable[[], None]] = []
+"""What else is to be dropped before another model takes the memory."""
 
 
 def shape(world: World, *, frames_height_width: Triple, batch: int, **setting: Any) -> dict[str, Any]:
@@ -105,8 +112,10 @@ def stack(
 
 
 def free() -> None:
-    """Drop the kept model and its memory."""
+    """Drop the kept models and their memory."""
     global _sweep
+    for drop in ON_FREE:
+        drop()
     if _sweep is not None:
         _sweep[1].close()
     _sweep = None

@@ -169,3 +169,22 @@ def test_the_run_record_knows_the_gpus_better_than_the_slug(store):
     machine = Machine("acme-x100", "Acme X100", 1, None, None, None, 1, {"gpu_count": 1})
     store.start(machine, ["x"], None, "full")
     assert verdicts.gpus_of(store, "acme-x100") == 1
+
+
+def test_evidence_of_another_scale_stands_in_the_note_and_decides_nothing(store):
+    record(store, "gpu", 12.0, kind="simulated")
+    record(store, "gpu-x2", 30.0)
+
+    def evidence(rows):
+        row = rows.iloc[-1]
+        own = row["kind"] == "simulated"
+        return [Evidence("T1", row["value"], row["value"], row["value"], row["kind"], note="as told", decides=own)]
+
+    chosen, rest, _ = decide(store, speed=suite("T1", evidence=evidence))
+    assert (chosen["T1"].device, chosen["T1"].evidence.kind) == ("gpu", "simulated")
+    assert chosen["T1"].note == "as told; measured on gpu-x2 (2 GPUs), beside this verdict: 30 [30, 30] % (as told)"
+    assert [v.device for v in rest] == ["gpu-x2"]
+    chosen, rest, _ = decide(
+        store, speed=suite("T1", evidence=lambda rows: [e for e in evidence(rows) if not e.decides])
+    )
+    assert chosen["T1"].verdict == "not run" and chosen["T1"].evidence is None

@@ -23,6 +23,14 @@ MADE_UP = {
     "shape_sweep": {"forward_backward": "ms", "peak_memory": "GB"},
     "trainer_mfu": {"hfu": "%", "share_of_block_stack": "%"},
     "accelerate": {"forward_backward": "ms", "peak_memory": "GB"},
+    "throughput_measured": {
+        "tokens_per_s": "1/s",
+        "share_of_perfect": "fraction",
+        "replay_error": "%",
+        "replay_total_error": "%",
+        "step_at_0": "ms",
+        "replay_at_0": "ms",
+    },
 }
 """Suites that may have no rows here yet, and metrics to make up."""
 

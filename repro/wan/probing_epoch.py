@@ -1,0 +1,172 @@
+"""What suites have ranks do (`repro.wan.launch`) with a whole epoch: solo times of its shapes, then its steps.
+
+Solo times are those of a shape that all ranks take at once, so that nobody waits for anybody. Taken on the engine that
+then takes the steps, they are what a simulator can be held against. Functions take and return what JSON holds; an
+engine stays with the ranks until another one is asked for, and so do its solo times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from repro.balance.types import MicroBatch
+from repro.corpus.shapes import Corpus, Shape, Tokenizer
+from repro.wan import probing
+from repro.wan.engine import Engine, StepResult
+from repro.wan.objective import FlowMatching
+from repro.wan.parallel import World
+from repro.wan.probing import Setting, Triple
+from repro.wan.samples import FlowLosses
+from repro.wan.synthetic import SyntheticSamples
+
+WARM_UP, REPEATS = 1, 2
+"""Solo passes of a shape: the first makes workspaces and grows the allocator's pool, so that no step has to."""
+UPDATES = 4
+"""Whole steps from which the time of an update is taken."""
+
+
+@dataclass
+class _Kept:
+    """An engine with solo times by (shape, batch), seconds a pass, and what a step takes beside its passes."""
+
+    setting: Setting
+    engine: Engine
+    solo: dict[tuple[Shape, int], list[float]] = field(default_factory=dict)
+    update: list[float] = field(default_factory=list)
+    steps: int = 0
+
+
+_kept: _Kept | None = None
+
+
+def solo_times(world: World, *, setting: dict[str, Any], shapes: Sequence[tuple[Triple, int]]) -> dict[str, Any]:
+    """Solo times of (frames, height, width), batch.
+
+    Returns `passes`, of each shape the seconds of every counted forward and backward pass on the slowest rank.
+    """
+    kept = _keep(Setting(**setting), world)
+    return {"passes": [_solo(kept, world, Shape(*shape), batch) for shape, batch in shapes]}
+
+
+def epoch(
+    world: World,
+    *,
+    setting: dict[str, Any],
+    shapes: Sequence[Triple],
+    bucket_of: Sequence[int],
+    solo: Sequence[tuple[int, int]],
+    steps: Sequence[Sequence[Sequence[tuple[int, Sequence[int], Sequence[float]]]]],
+) -> dict[str, Any]:
+    """Solo times, then the trainer's optimizer steps of a schedule.
+
+    shapes: of the corpus' buckets. bucket_of: [N]. solo: (bucket, batch) to measure. steps: [T][R][M] of (bucket,
+    sample ids, weights). Returns `passes` as `solo_times` does; `update`, what steps take beside the passes of their
+    micro-batches (clipping, AdamW, what ranks tell each other), s; `wall` [T], seconds of the slowest rank, device
+    idle at both ends; `seconds` and `wait` [T][R], a rank's forward, backward and clipping, and its part of that spent
+    waiting for others; `peak_bytes` [T][R], -1 on CPUs.
+    """
+    kept = _keep(Setting(**setting), world)
+    buckets = tuple(Shape(*s) for s in shapes)
+    passes = [_solo(kept, world, buckets[k], batch) for k, batch in solo]
+    if not kept.update:  # on many samples of few tokens, behind whose passes the host can hide
+        k, batch = max(solo, key=lambda cell: cell[1])
+        kept.update = _updates(kept, world, buckets[k], batch)
+    samples = SyntheticSamples(_corpus(buckets, bucket_of))
+    kept.engine.losses = FlowLosses(samples, FlowMatching(), world.device)
+    walls: list[float] = []
+    ranks = []
+    for of_ranks in steps:
+        own = [MicroBatch(buckets[k], tuple(ids), tuple(weights)) for k, ids, weights in of_ranks[world.rank]]
+        wall, result = _step(kept, world, own)
+        walls.append(wall)
+        ranks.append(result.ranks)
+    return {
+        "passes": passes,
+        "update": kept.update,
+        "wall": _slowest(walls),
+        "seconds": [[r.seconds for r in of_step] for of_step in ranks],
+        "wait": [[r.wait_seconds for r in of_step] for of_step in ranks],
+        "peak_bytes": [[r.peak_bytes for r in of_step] for of_step in ranks],
+    }
+
+
+def _keep(setting: Setting, world: World) -> _Kept:
+    global _kept
+    if _kept is None or _kept.setting != setting:
+        probing.free()
+        _kept = _Kept(setting, setting.engine(world))
+    return _kept
+
+
+def _drop() -> None:
+    global _kept
+    _kept = None
+
+
+probing.ON_FREE.append(_drop)
+
+
+def _solo(kept: _Kept, world: World, shape: Shape, batch: int) -> list[float]:
+    """Seconds of each counted pass of the slowest rank; recalled where it was measured on this engine already."""
+    if (shape, batch) not in kept.solo:
+        losses, micro_batch = _alone(world, shape, batch)
+        passes = []
+        for _ in range(WARM_UP + REPEATS):
+            _slowest([0.0])  # ranks start together
+            kept.engine.clock.start()
+            kept.engine.gradients([micro_batch], losses=losses)
+            passes.append(kept.engine.clock.stop()[0])
+            kept.engine.optimizer.zero_grad()
+        kept.solo[shape, batch] = _slowest(passes)[WARM_UP:]
+    return kept.solo[shape, batch]
+
+
+def _updates(kept: _Kept, world: World, shape: Shape, batch: int) -> list[float]:
+    """Seconds of whole steps of one micro-batch, less its solo time."""
+    losses, micro_batch = _alone(world, shape, batch)
+    kept.engine.losses = losses
+    took = [_step(kept, world, [micro_batch])[0] for _ in range(WARM_UP + UPDATES)]
+    alone = statistics.median(_solo(kept, world, shape, batch))
+    return [max(0.0, wall - alone) for wall in _slowest(took)[WARM_UP:]]
+
+
+def _step(kept: _Kept, world: World, micro_batches: Sequence[MicroBatch]) -> tuple[float, StepResult]:
+    """One optimizer step, from an idle device to an idle device: this rank's seconds, and what all ranks did."""
+    tokens = [Tokenizer().tokens(m.shape) for m in micro_batches]
+    _synchronize(world)
+    began = time.perf_counter()
+    result = kept.engine.step(kept.steps, micro_batches, tokens)
+    _synchronize(world)
+    kept.steps += 1
+    return time.perf_counter() - began, result
+
+
+def _alone(world: World, shape: Shape, batch: int) -> tuple[FlowLosses, MicroBatch]:
+    """Made-up samples of one shape, and the micro-batch of all of them."""
+    losses = FlowLosses(SyntheticSamples(_corpus((shape,), [0] * batch)), FlowMatching(), world.device)
+    return losses, MicroBatch(shape, tuple(range(batch)), (1 / (batch * world.size),) * batch)
+
+
+def _corpus(shapes: tuple[Shape, ...], bucket_of: Sequence[int]) -> Corpus:
+    tokens = np.array([Tokenizer().tokens(s) for s in shapes], dtype=np.int64)
+    return Corpus("probed", "made up", shapes, tokens, np.array(bucket_of, dtype=np.int32))
+
+
+def _synchronize(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _slowest(seconds: list[float]) -> list[float]:
+    """Each value's maximum over ranks, which wait for each other here."""
+    tensor = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return [float(v) for v in tensor.tolist()]

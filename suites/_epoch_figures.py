@@ -1,0 +1,138 @@
+"""Figures of `throughput_measured`: throughput and balance of measured epochs, and steps against their replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from repro.suite import Figure
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PANELS = {
+    "tokens_per_s": "thousand tokens/s",
+    "share_of_perfect": "share of perfect balance",
+}
+MEETINGS = {"micro_batch": "meet each", "step": "meet once"}
+PROTOCOLS = {"as_published": "as published", "matched": "samples a step matched"}
+
+
+def draw(own: pd.DataFrame, bars: Mapping[str, float]) -> list[Figure]:
+    """Figures of all devices with epochs; bars: % that the replay's errors are to stay within, by metric."""
+    figures = []
+    for device, table in own.groupby("device", sort=True):
+        figures += [*_draw_throughput(str(device), table), *_draw_replay(str(device), table, bars)]
+    return figures + _draw_devices(own)
+
+
+def _draw_throughput(device: str, table: pd.DataFrame) -> list[Figure]:
+    from repro.report import style
+
+    shown = table[table["metric"].isin(PANELS)]
+    if shown.empty:
+        return []
+    protocols = [p for p in PROTOCOLS if (shown["protocol"] == p).any()]
+    names = style.ordered(list(shown["policy"]))
+    cells = [(a, s) for s in MEETINGS for a in ("eager", "wan", "fused") if _cell(shown, a, s).any()]
+    height = 0.09 * len(names) * len(cells) + 0.9
+    figure, axes = style.subplots(len(protocols), len(PANELS), height, sharey=True)
+    for i, protocol in enumerate(protocols):
+        for ax, (metric, quantity) in zip(axes[i], PANELS.items(), strict=True):
+            of = shown[(shown["protocol"] == protocol) & (shown["metric"] == metric)]
+            scale = 1e-3 if metric == "tokens_per_s" else 1.0
+            for k, (adaln, sync) in enumerate(cells):
+                own = of[_cell(of, adaln, sync)]
+                place = [names.index(p) + 0.8 * ((k + 0.5) / len(cells) - 0.5) for p in own["policy"]]
+                value, low, high = (scale * own[c].to_numpy(float) for c in ("value", "ci_low", "ci_high"))
+                face = style.color(adaln) if sync == "micro_batch" else "#DDDDDD"
+                ax.errorbar(
+                    value, place, xerr=np.stack([value - low, high - value]).clip(0), fmt=style.marker(adaln), ms=4,
+                    color=style.color(adaln), mfc=face, elinewidth=1.0, label=f"{style.label(adaln)}, {MEETINGS[sync]}"
+                )  # fmt: skip
+            ax.set_yticks(range(len(names)), [style.label(n) for n in names])
+            ax.set_ylim(len(names) - 0.5, -0.5)
+            ax.set_xlim(0, None)
+            ax.set_title(PROTOCOLS[protocol])
+            ax.set_xlabel(quantity if i == len(protocols) - 1 else "")
+            ax.grid(axis="y", visible=False)
+        axes[i, -1].axvline(1, color=style.GREY, linewidth=0.8)
+    style.legend(figure, ["measured"])
+    caption = (
+        f"Whole epochs of the trainer on {device}, {_about(table)}: the same samples under every policy, the same "
+        "schedule under every AdaLN. Left: tokens/s of the epoch; right: time of full micro-batches on all ranks at "
+        "once over time taken. Ranks meet in each micro-batch or once a step. Bars are 95% intervals over steps."
+    )
+    return [Figure(f"throughput_measured-{device}", figure, caption, ("T1", "T2", "T6"))]
+
+
+def _draw_replay(device: str, table: pd.DataFrame, bars: Mapping[str, float]) -> list[Figure]:
+    from matplotlib.ticker import PercentFormatter
+
+    from repro.report import style
+
+    steps = table[table["metric"].str.startswith(("step_at_", "replay_at_"))]
+    if steps.empty:
+        return []
+    key = ["policy", "adaln", "sync", "protocol"]
+    parts = steps["metric"].str.partition("_at_")
+    wide = steps.assign(what=parts[0], at=parts[2]).pivot_table(index=[*key, "at"], columns="what", values="value")
+    wide = wide.dropna().reset_index()
+    errors = table[table["metric"].isin(bars)]
+    figure, (axes,) = style.subplots(1, 2, 3.0)
+    left, right = axes
+    for policy in style.ordered(list(wide["policy"])):
+        own, color = wide[wide["policy"] == policy], style.color(policy)
+        look: Any = {"color": color, "marker": style.marker(policy), "ls": "none"}
+        left.plot(own["step"] / 1e3, own["replay"] / own["step"] - 1, ms=3, alpha=0.6, **look)
+        cells = errors[errors["policy"] == policy].pivot_table(index=key, columns="metric", values="value").abs()
+        cells = cells.reindex(columns=list(bars))
+        right.plot(cells["replay_error"], cells["replay_total_error"], label=style.label(policy), **look)
+    left.axhline(0, color=style.BLACK, linewidth=0.8)
+    left.yaxis.set_major_formatter(PercentFormatter(1))
+    left.set(xlabel="step as measured, s", ylabel="replay / measured - 1", xlim=(0, None))
+    right.axvline(bars["replay_error"], color=style.GREY, ls="--")
+    right.axhline(bars["replay_total_error"], color=style.GREY, ls="--")
+    right.set(xlabel="mean |error| of a step, %", ylabel="|error| of the epoch, %", xlim=(0, None), ylim=(0, None))
+    style.legend(figure, ["measured"])
+    caption = (
+        f"The simulator against reality on {device}, {_about(table)}: steps as the simulator has them from solo times "
+        "(all ranks taking the same shape at once, in the same run) against the same steps as they were taken. Left: "
+        "every step of every epoch; right: an epoch each, and what is asked for (dashed: "
+        f"{bars['replay_error']:g}% a step, {bars['replay_total_error']:g}% an epoch)."
+    )
+    return [Figure(f"replay-{device}", figure, caption)]
+
+
+def _draw_devices(own: pd.DataFrame) -> list[Figure]:
+    """Throughput of the cells that every device has: ranks meet in each micro-batch, as published."""
+    from repro.report import devices, style
+
+    at = own[
+        (own["protocol"] == "as_published") & (own["sync"] == "micro_batch") & own["adaln"].isin(["eager", "fused"])
+    ]
+    at = at[at["metric"].isin(PANELS)]
+    if not devices.several(at):
+        return []
+    a_rank = at[at["metric"] == "tokens_per_s"].copy()
+    for column in ("value", "ci_low", "ci_high"):
+        a_rank[column] = a_rank[column] / a_rank["ranks"].astype(int) / 1e3
+    panels = {"thousand tokens/s a GPU": a_rank, PANELS["share_of_perfect"]: at[at["metric"] == "share_of_perfect"]}
+    panels = {
+        name: t.assign(row=t["policy"].map(style.label) + ", " + t["adaln"]).sort_values(["policy", "adaln"])
+        for name, t in panels.items()
+        if len(t)
+    }
+    caption = "Measured epochs of the trainer on each device, one micro-batch a step and rank. Bars are 95% intervals."
+    return [Figure("throughput_measured-devices", devices.dots(panels), caption, ("T1", "T2", "T6"))]
+
+
+def _cell(table: pd.DataFrame, adaln: str, sync: str) -> pd.Series:
+    return (table["adaln"] == adaln) & (table["sync"] == sync)
+
+
+def _about(table: pd.DataFrame) -> str:
+    ranks, layers = int(table["ranks"].max()), int(table["layers"].max())
+    return f"{table['model'].iloc[0]} with {layers} blocks, {ranks} rank{'s' if ranks > 1 else ''}"

@@ -1,0 +1,221 @@
+"""Measured epochs: the grid, schedules as ranks are given them, rows from known times, evidence, figures, two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from repro.balance import assumptions
+from repro.balance.campaign import Setting
+from repro.measure.machine import read_machine
+from repro.report import style
+from repro.suite import CaseSkipped, load
+from suites import _epochs, throughput_measured
+
+CPU = SimpleNamespace(has_gpu=False, gpu_count=0)
+UPDATE = 0.02
+
+
+def gpus(count):
+    return SimpleNamespace(has_gpu=True, gpu_count=count, memory_bytes=150_000_000_000)
+
+
+def seconds(batch, tokens, adaln="fused"):
+    """Of a micro-batch; AdaLN is traffic proportional to tokens."""
+    extra = {"fused": 0.0, "eager": 0.04, "wan": 0.08}[adaln]
+    return batch * (0.1 * (1 + extra) * tokens / 1e4 + 0.05 * (tokens / 1e4) ** 2)
+
+
+class Ranks:
+    """Stands in for the ranks: steps take what the simulator says, times `slower`."""
+
+    def __init__(self, slower=1.0):
+        self.slower, self.asked = slower, []
+
+    def ask(self, call, arguments, limit):
+        self.asked.append((call, arguments))
+        adaln, sync = arguments["setting"]["adaln"], arguments["setting"]["sync"]
+        tokens = lambda shape: (shape[0] // 4 + 1) * shape[1] // 16 * (shape[2] // 16)  # noqa: E731
+        if call.endswith(":solo_times"):
+            return {"passes": [[seconds(b, tokens(s))] * 2 for s, b in arguments["shapes"]]}
+        shapes = [tokens(s) for s in arguments["shapes"]]
+        own = [[[seconds(len(ids), shapes[k], adaln) for k, ids, _ in r] for r in s] for s in arguments["steps"]]
+        walls = [max(map(sum, s)) if sync == "step" else sum(map(max, zip(*s, strict=True))) for s in own]
+        return {
+            "passes": [[seconds(b, shapes[k], adaln)] * 2 for k, b in arguments["solo"]],
+            "update": [UPDATE] * 3,
+            "wall": [self.slower * (w + UPDATE) for w in walls],
+            "seconds": [[w] * len(s) for w, s in zip(walls, own, strict=True)],
+            "wait": [[w - sum(r) for r in s] for w, s in zip(walls, own, strict=True)],
+            "peak_bytes": [
+                [2e9 + 1e5 * max(len(ids) * shapes[k] for k, ids, _ in r) for r in s] for s in arguments["steps"]
+            ],
+        }  # fmt: skip
+
+
+def table(cases, machine, monkeypatch, ranks=None, device="nvidia-test-x2"):
+    """Rows of these cases, each measured with those before it as inputs."""
+    pytest.importorskip("torch")
+    from repro.wan import launch
+
+    ranks = ranks or Ranks()
+    monkeypatch.setattr(launch, "ranks", lambda count, kind: ranks)
+    rows = pd.DataFrame({"suite": []})
+    for case in cases:
+        head = {"suite": throughput_measured.NAME, "profile": "full", "run_id": "r1", "device": device, **case.key}
+        found = [
+            {**head, "metric": m.metric, "value": m.value, "ci_low": m.ci_low, "ci_high": m.ci_high, "n": m.n,
+             "kind": m.kind}
+            for m in throughput_measured.measure(case, machine, rows)
+        ]  # fmt: skip
+        rows = pd.concat([rows, pd.DataFrame(found)], ignore_index=True)
+    return rows
+
+
+def of(rows, metric, **key):
+    at = rows[rows["metric"] == metric]
+    for name, value in key.items():
+        at = at[at[name] == value]
+    (value,) = at["value"]
+    return value
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """All of the first two engines and Wan's formula on two GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        cases = throughput_measured.cases("full", gpus(2))
+        return table([c for c in cases if c.key["sync"] == "micro_batch"], gpus(2), patch)
+
+
+def test_contract():
+    assert load("throughput_measured") is throughput_measured
+    for profile, machine in (("full", gpus(1)), ("full", gpus(2)), ("smoke", CPU)):
+        found = throughput_measured.cases(profile, machine)
+        assert all(tuple(c.key) == throughput_measured.PARAMETERS for c in found)
+        assert len({tuple(c.key.values()) for c in found}) == len(found)
+        assert found[0].key["policy"] == throughput_measured.CALIBRATION
+        assert all(c.seconds < 90 for c in found)
+    assert throughput_measured.cases("full", CPU) == []
+    assert len(throughput_measured.cases("full", gpus(2))) == 1 + 3 * 3 * 2 * 2
+    assert {c.key["ranks"] for c in throughput_measured.cases("full", gpus(1))} == {1}
+    assert len(throughput_measured.cases("full", gpus(1))) == 1 + 3 * 3
+
+
+def test_all_policies_get_the_same_samples_and_adalns_the_same_schedule(monkeypatch):
+    ranks = Ranks()
+    table(throughput_measured.cases("full", gpus(2))[:13], gpus(2), monkeypatch, ranks)
+    epochs = [arguments for call, arguments in ranks.asked if call.endswith(":epoch")]
+    assert len(epochs) == 12
+    for arguments in epochs:
+        ids = [i for s in arguments["steps"] for r in s for _, of_batch, w in r if any(w) for i in of_batch]
+        assert sorted(ids) == list(range(240))
+        total = [sum(sum(w) for r in s for _, _, w in r) for s in arguments["steps"]]
+        assert total == pytest.approx([1.0] * len(total))
+    fused, eager = epochs[:6], epochs[6:]
+    assert [a["steps"] for a in fused] == [a["steps"] for a in eager]
+    assert [a["setting"]["adaln"] for a in epochs] == ["fused"] * 6 + ["eager"] * 6
+
+
+def test_an_epoch_is_whole_micro_batches_of_the_baseline():
+    setting = Setting("equal_token", "eager", 2, model="wan-1.3b")
+    corpus = throughput_measured._corpus(setting)
+    assert (corpus.counts == 4 * (48_000 // corpus.tokens)).all()
+
+
+def test_what_goes_as_simulated_replays_without_error(measured):
+    errors = measured[measured["metric"].isin(throughput_measured.REPLAY_BARS)]
+    assert len(errors) == 2 * 18 and errors["value"].abs().max() < 1e-9
+    at = {"adaln": "fused", "protocol": "matched"}
+    share = {p: of(measured, "share_of_perfect", policy=p, **at) for p in throughput_measured.POLICIES}
+    assert share["balanced"] > 0.95 > 0.9 > share["equal_token"] == pytest.approx(share["dual_constraint"])
+    steps = measured[(measured["policy"] == "balanced") & measured["metric"].str.startswith("step_at_")]
+    steps = steps[(steps["adaln"] == "fused") & (steps["protocol"] == "matched")]
+    rate = of(measured, "samples_per_s", policy="balanced", **at)
+    assert rate == pytest.approx(240 / (steps["value"].sum() / 1e3))
+
+
+def test_steps_slower_than_simulated_show_as_error(monkeypatch):
+    rows = table(throughput_measured.cases("full", gpus(2))[:2], gpus(2), monkeypatch, Ranks(slower=1.25))
+    assert of(rows, "replay_error") == pytest.approx(20.0)
+    assert of(rows, "replay_total_error") == pytest.approx(-20.0)
+
+
+def test_evidence_of_two_gpus_stands_beside_verdicts_and_t6_decides(measured):
+    found = {e.claim: e for e in throughput_measured.evidence(measured)}
+    assert set(found) == set(throughput_measured.CLAIMS)
+    assert {c for c, e in found.items() if e.decides} == {"T6"}
+    assert all(e.kind == "measured" and e.ci_low <= e.value <= e.ci_high for e in found.values())
+    assert all("6 of 30 blocks" in e.note and "unknown" not in e.note for e in found.values())
+    whole = Setting(*assumptions.ADAPTIVELOAD, 2, model="wan-1.3b")
+    rate = [of(measured, "tokens_per_s", **{k: getattr(s, k) for k in ("policy", "adaln", "protocol")})
+            for s in (whole.baseline(), whole)]  # fmt: skip
+    assert found["T1"].value == pytest.approx(100 * (rate[1] / rate[0] - 1))
+    assert (found["T1"].baseline, found["T1"].treated) == tuple(rate)
+    assert found["B2"].value > 0.8 > found["B1"].value
+    assert found["T1"].ci_high - found["T1"].ci_low < 25, "which samples an epoch has is no uncertainty"
+    assert found["T6"].ci_high - found["T6"].ci_low < 1.0, "the same steps are compared with each other"
+    assert 0 < found["T6"].value < 4.0
+
+
+def test_one_gpu_speaks_of_no_balance(monkeypatch):
+    rows = table(throughput_measured.cases("full", gpus(1)), gpus(1), monkeypatch, device="nvidia-test")
+    assert {e.claim for e in throughput_measured.evidence(rows)} == {"B1", "B2", "T6"}
+    assert throughput_measured.evidence(rows[rows["policy"] == "calibration"]) == []
+    with style.context():
+        assert [f.name for f in throughput_measured.draw(rows)] == [
+            "throughput_measured-nvidia-test",
+            "replay-nvidia-test",
+        ]
+
+
+def test_without_calibration_the_reason_is_given():
+    case = throughput_measured.cases("full", gpus(2))[1]
+    with pytest.raises(CaseSkipped, match="calibration"):
+        throughput_measured.measure(case, gpus(2), pd.DataFrame({"suite": []}))
+
+
+def test_gain_is_of_whole_epochs_and_its_interval_of_pace():
+    """Steps of other work are no uncertainty: where all lose the same share of it, the interval has no width."""
+    base = _epochs.Steps(np.array([2.0, 4.0, 2.0]), np.array([1.0, 2.0, 1.0]))
+    treated = _epochs.Steps(np.array([2.5, 2.5]), np.array([2.0, 2.0]))
+    found = _epochs.gain(base, treated, False, "seed")
+    assert (found.low, found.value, found.high) == pytest.approx((60.0, 60.0, 60.0))
+    uneven = _epochs.gain(replace(base, work=np.array([1.5, 1.5, 1.0])), treated, False, "seed")
+    assert uneven.low < 60 < uneven.high and uneven.value == pytest.approx(60.0)
+    with pytest.raises(ValueError, match="equally many"):
+        _epochs.gain(base, treated, True, "seed")
+
+
+def test_two_ranks_take_an_epoch():
+    """On this machine's own processes: solo times first, then every sample once."""
+    pytest.importorskip("torch")
+    machine = read_machine(gpus=0)
+    calibration, first, *_ = throughput_measured.cases("smoke", machine)
+    assert calibration.key["ranks"] == 2
+    rows = pd.DataFrame()
+    inputs = pd.DataFrame({"suite": []})
+    for case in (calibration, first):
+        found = throughput_measured.measure(case, machine, inputs)
+        head = {"suite": throughput_measured.NAME, "run_id": "r1", **case.key}
+        rows = pd.DataFrame([{**head, "metric": m.metric, "value": m.value, "n": m.n} for m in found])
+        inputs = pd.concat([inputs, rows], ignore_index=True)
+    steps = int((rows["metric"].str.startswith("step_at_")).sum())
+    assert of(rows, "samples_per_step") == pytest.approx(20 / steps)
+    (time,) = [r for r in found if r.metric == "rank_time"]
+    assert len(time.samples) == 2 * steps and min(time.samples) > 0
+    assert "peak_memory" not in set(rows["metric"]), "nothing counts a CPU's memory"
+
+
+def test_rows_are_drawn_for_each_device_and_for_all(measured):
+    rows = pd.concat([measured, measured.assign(device="nvidia-next-x2")])
+    with style.context():
+        names = [f.name for f in throughput_measured.draw(rows)]
+    assert names == [
+        "throughput_measured-nvidia-next-x2", "replay-nvidia-next-x2", "throughput_measured-nvidia-test-x2",
+        "replay-nvidia-test-x2", "throughput_measured-devices",
+    ]  # fmt: skip
