@@ -34,7 +34,7 @@ UPDATES = 4
 
 
 @dataclass
-class _Kept:
+class Kept:
     """An engine with solo times by (shape, batch), seconds a pass, and what a step takes beside its passes."""
 
     setting: Setting
@@ -44,7 +44,7 @@ class _Kept:
     steps: int = 0
 
 
-_kept: _Kept | None = None
+_kept: Kept | None = None
 
 
 def solo_times(world: World, *, setting: dict[str, Any], shapes: Sequence[tuple[Triple, int]]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def solo_times(world: World, *, setting: dict[str, Any], shapes: Sequence[tuple[
 
     Returns `passes`, of each shape the seconds of every counted forward and backward pass on the slowest rank.
     """
-    kept = _keep(Setting(**setting), world)
+    kept = keep(Setting(**setting), world)
     return {"passes": [_solo(kept, world, Shape(*shape), batch) for shape, batch in shapes]}
 
 
@@ -73,7 +73,7 @@ def epoch(
     idle at both ends; `seconds` and `wait` [T][R], a rank's forward, backward and clipping, and its part of that spent
     waiting for others; `peak_bytes` [T][R], -1 on CPUs.
     """
-    kept = _keep(Setting(**setting), world)
+    kept = keep(Setting(**setting), world)
     buckets = tuple(Shape(*s) for s in shapes)
     passes = [_solo(kept, world, buckets[k], batch) for k, batch in solo]
     if not kept.update:  # on many samples of few tokens, behind whose passes the host can hide
@@ -85,24 +85,25 @@ def epoch(
     ranks = []
     for of_ranks in steps:
         own = [MicroBatch(buckets[k], tuple(ids), tuple(weights)) for k, ids, weights in of_ranks[world.rank]]
-        wall, result = _step(kept, world, own)
+        wall, result = step(kept, world, own)
         walls.append(wall)
         ranks.append(result.ranks)
     return {
         "passes": passes,
         "update": kept.update,
-        "wall": _slowest(walls),
+        "wall": slowest(walls),
         "seconds": [[r.seconds for r in of_step] for of_step in ranks],
         "wait": [[r.wait_seconds for r in of_step] for of_step in ranks],
         "peak_bytes": [[r.peak_bytes for r in of_step] for of_step in ranks],
     }
 
 
-def _keep(setting: Setting, world: World) -> _Kept:
+def keep(setting: Setting, world: World) -> Kept:
+    """The engine of this setting, made anew unless it is the one that the ranks hold."""
     global _kept
     if _kept is None or _kept.setting != setting:
         probing.free()
-        _kept = _Kept(setting, setting.engine(world))
+        _kept = Kept(setting, setting.engine(world))
     return _kept
 
 
@@ -114,31 +115,31 @@ def _drop() -> None:
 probing.ON_FREE.append(_drop)
 
 
-def _solo(kept: _Kept, world: World, shape: Shape, batch: int) -> list[float]:
+def _solo(kept: Kept, world: World, shape: Shape, batch: int) -> list[float]:
     """Seconds of each counted pass of the slowest rank; recalled where it was measured on this engine already."""
     if (shape, batch) not in kept.solo:
-        losses, micro_batch = _alone(world, shape, batch)
+        losses, micro_batch = alone(world, shape, batch)
         passes = []
         for _ in range(WARM_UP + REPEATS):
-            _slowest([0.0])  # ranks start together
+            slowest([0.0])  # ranks start together
             kept.engine.clock.start()
             kept.engine.gradients([micro_batch], losses=losses)
             passes.append(kept.engine.clock.stop()[0])
             kept.engine.optimizer.zero_grad()
-        kept.solo[shape, batch] = _slowest(passes)[WARM_UP:]
+        kept.solo[shape, batch] = slowest(passes)[WARM_UP:]
     return kept.solo[shape, batch]
 
 
-def _updates(kept: _Kept, world: World, shape: Shape, batch: int) -> list[float]:
+def _updates(kept: Kept, world: World, shape: Shape, batch: int) -> list[float]:
     """Seconds of whole steps of one micro-batch, less its solo time."""
-    losses, micro_batch = _alone(world, shape, batch)
+    losses, micro_batch = alone(world, shape, batch)
     kept.engine.losses = losses
-    took = [_step(kept, world, [micro_batch])[0] for _ in range(WARM_UP + UPDATES)]
-    alone = statistics.median(_solo(kept, world, shape, batch))
-    return [max(0.0, wall - alone) for wall in _slowest(took)[WARM_UP:]]
+    took = [step(kept, world, [micro_batch])[0] for _ in range(WARM_UP + UPDATES)]
+    passes = statistics.median(_solo(kept, world, shape, batch))
+    return [max(0.0, wall - passes) for wall in slowest(took)[WARM_UP:]]
 
 
-def _step(kept: _Kept, world: World, micro_batches: Sequence[MicroBatch]) -> tuple[float, StepResult]:
+def step(kept: Kept, world: World, micro_batches: Sequence[MicroBatch]) -> tuple[float, StepResult]:
     """One optimizer step, from an idle device to an idle device: this rank's seconds, and what all ranks did."""
     tokens = [Tokenizer().tokens(m.shape) for m in micro_batches]
     _synchronize(world)
@@ -149,7 +150,7 @@ def _step(kept: _Kept, world: World, micro_batches: Sequence[MicroBatch]) -> tup
     return time.perf_counter() - began, result
 
 
-def _alone(world: World, shape: Shape, batch: int) -> tuple[FlowLosses, MicroBatch]:
+def alone(world: World, shape: Shape, batch: int) -> tuple[FlowLosses, MicroBatch]:
     """Made-up samples of one shape, and the micro-batch of all of them."""
     losses = FlowLosses(SyntheticSamples(_corpus((shape,), [0] * batch)), FlowMatching(), world.device)
     return losses, MicroBatch(shape, tuple(range(batch)), (1 / (batch * world.size),) * batch)
@@ -165,7 +166,7 @@ def _synchronize(world: World) -> None:
         torch.cuda.synchronize()
 
 
-def _slowest(seconds: list[float]) -> list[float]:
+def slowest(seconds: list[float]) -> list[float]:
     """Each value's maximum over ranks, which wait for each other here."""
     tensor = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
