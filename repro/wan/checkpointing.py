@@ -39,6 +39,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message says which, why, and what to do."""
 
 
+class SaveError(OSError):
+    """A checkpoint could not be written; the message says which and why. Complete ones stand as they were."""
+
+
 class Checkpoints:
     """The checkpoints in one folder; every rank makes one and calls its methods together with the others.
 
@@ -52,6 +56,7 @@ class Checkpoints:
         self.folder, self.world, self.keep = folder, world, keep
         self._group = dist.new_group(backend="gloo")  # its own: saving goes on while training uses the other
         self._saving: Future[Any] | None = None
+        self._name = ""
         self._committed = threading.Event()
         self._failure: BaseException | None = None
         if world.is_first:
@@ -85,7 +90,7 @@ class Checkpoints:
         """Start to save what `step` optimizer steps made; returns once it is copied to host memory.
 
         about: JSON that `read_about` gives back, with the model's description under "model". used: any array.
-        Raises what went wrong with the save before.
+        Raises SaveError for the save before.
         """
         self.wait()
         name = f"step-{step:08d}"
@@ -101,6 +106,7 @@ class Checkpoints:
             "used": torch.from_numpy(used),
             **_random_state(self.world.rank),
         }
+        self._name = name
         self._saving = cast("Future[Any]", dcp.async_save(state, checkpoint_id=partial, process_group=self._group))
         if self.world.is_first:
             self._committed.clear()
@@ -124,23 +130,26 @@ class Checkpoints:
             self._committed.set()
 
     def wait(self) -> None:
-        """Wait until a save under way is complete. Raises what went wrong with it."""
+        """Wait until a save under way is complete. Raises SaveError, on all ranks if one of them cannot write."""
         if self._saving is None:
             return
-        self._saving.result()
+        saving, self._saving = self._saving, None
+        failure = saving.exception()
         if self.world.is_first:
             self._committed.wait()  # a future wakes its waiters before it calls back
-        self._saving = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+            failure, self._failure = failure or self._failure, None
+        if failure is not None:
+            raise SaveError(
+                f"{self.folder / self._name} could not be written: {_cause(failure)}; complete checkpoints "
+                "stand: see to space there, and the same command goes on"
+            ) from failure
 
     def read_about(self, path: Path, model: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint is of. Raises CheckpointError for an unreadable one, or of another model than `model`."""
         try:
             about = json.loads((path / _ABOUT).read_text())
-            version, of = about["format"], about["model"]
-        except (OSError, ValueError, KeyError) as error:
+            version, of = about["format"], dict(about["model"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
         if version != FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {version}, this reads {FORMAT}")
@@ -172,6 +181,15 @@ class Checkpoints:
             ) from error
         _set_random_state(self.world.rank, random)
         return used.numpy()
+
+
+def _cause(error: BaseException) -> str:
+    """What came first: `torch.distributed.checkpoint` wraps it, rank by rank and layer by layer."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _random_state(rank: int) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from repro.balance.policies import EqualToken
 from repro.balance.schedule import Layout
 from repro.balance.types import MicroBatch
-from repro.wan.checkpointing import CheckpointError, Checkpoints
+from repro.wan.checkpointing import CheckpointError, Checkpoints, SaveError
 from repro.wan.engine import Engine, OptimizerSettings
 from repro.wan.epochs import Epochs, ResumeError
 from repro.wan.log import LoggedStep
@@ -73,6 +74,21 @@ def refused(folder: Path, error: str, other: dict[str, int]) -> None:
     else:
         raise AssertionError("went on")
     assert sorted(p.name for p in folder.iterdir()) == before and not recorder.path.exists()
+
+
+def cannot_write(folder: Path) -> None:
+    """One rank's files may not grow any more: all ranks say so, and what was saved before stays."""
+    recorder = Recorder(folder.parent / f"full-{join('cpu').rank}.txt")
+    run = trainer(folder, recorder, 8)
+    run.resume()
+    if join("cpu").rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, resource.RLIM_INFINITY))
+    try:
+        run.run(recorder)
+    except SaveError as raised:
+        assert "step-00000006 could not be written: " in str(raised), raised
+    else:
+        raise AssertionError("went on")
 
 
 def loaded_is_saved(folder: Path) -> None:

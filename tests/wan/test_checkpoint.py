@@ -7,6 +7,7 @@ import shutil
 import pytest
 from torch.multiprocessing import ProcessExitedException
 
+from repro.wan.checkpointing import CheckpointError, Checkpoints
 from tests.wan import checkpoint_ranks, ranks
 from tests.wan.checkpoint_ranks import SAMPLES
 
@@ -68,6 +69,23 @@ def test_on_another_number_of_ranks_the_rest_of_the_epoch_is_dealt_once(tmp_path
     assert sorted(before + after) == list(range(SAMPLES))
     epochs = {epoch for epoch, _, _ in records(tmp_path, "other", other).values()}
     assert len(epochs) > 2, "later epochs are whole again"
+
+
+def test_a_full_disk_ends_the_run_on_all_ranks_and_costs_only_what_came_after(tmp_path, undisturbed):
+    folder = tmp_path / "checkpoints"
+    ranks.run(checkpoint_ranks.train, 2, folder, 4, "again")
+    ranks.run(checkpoint_ranks.cannot_write, 2, folder)
+    assert (folder / "latest").read_text() == "step-00000004\n"
+    ranks.run(checkpoint_ranks.train, 2, folder, STEPS, "again")
+    assert "after 4 steps" in (tmp_path / "again-0-notes.txt").read_text()
+    assert records(tmp_path, "again") == records(undisturbed, "whole")
+
+
+@pytest.mark.parametrize("about", ["[]", '{"format": 1, "model": 3}', '{"format": 1}', "{"])
+def test_a_damaged_description_is_said(tmp_path, about):
+    (tmp_path / "about.json").write_text(about)
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: \w+Error"):
+        Checkpoints.read_about(None, tmp_path, {})
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path, undisturbed):
