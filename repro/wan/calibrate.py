@@ -37,18 +37,30 @@ class Calibration:
 
 
 def calibrate(
-    sweep: Sweep, size: ModelSize, corpus: Corpus, minutes: float, m_mem: int | None, say: Callable[[str], None]
+    sweep: Sweep,
+    size: ModelSize,
+    corpus: Corpus,
+    minutes: float,
+    m_mem: int | None,
+    say: Callable[[str], None],
+    accumulates: bool = True,
 ) -> Calibration:
     """Sweep for about `minutes`, then fit.
 
     m_mem: tokens a micro-batch; None to find out what fits, which needs a GPU. Finding it, and the fewest shapes that a
     fit needs, take as long as they take; batches are as large as the time allows, and larger ones extrapolated.
+    accumulates: a step may have several micro-batches.
     Raises ValueError where not one sample of the longest shape fits.
     """
     deadline = time.monotonic() + 60 * minutes
     ended = sweep.ended
     if ended is None:
-        ended = _sweep(sweep, size, sweep_shapes(corpus), deadline, m_mem, say)
+        shapes = sweep_shapes(corpus)
+        if m_mem is None:
+            budget = sweep.memory_budget(accumulates)
+            m_mem = find_m_mem(lambda s, b: sweep.probe(s, b, timed=False), shapes, budget, say)
+        _sweep(sweep, size, shapes, deadline, m_mem, say)
+        ended = m_mem
     m_mem, probes = ended, sweep.recorded()
     fitting = [p for p in probes if p.fits and not math.isnan(p.seconds)]
     data = Observations(
@@ -71,11 +83,9 @@ def calibrate(
 
 
 def _sweep(
-    sweep: Sweep, size: ModelSize, shapes: list[Shape], deadline: float, m_mem: int | None, say: Callable[[str], None]
-) -> int:
-    """Measure until `deadline`; returns M_mem."""
-    if m_mem is None:
-        m_mem = find_m_mem(lambda s, b: sweep.probe(s, b, timed=False), shapes, sweep.memory_budget(), say)
+    sweep: Sweep, size: ModelSize, shapes: list[Shape], deadline: float, m_mem: int, say: Callable[[str], None]
+) -> None:
+    """Measure until `deadline`."""
     alone = sweep.probe(shapes[-1], 1)
     most = affordable(size, shapes, m_mem, alone.seconds, sweep.seconds_left(deadline))
     if most < m_mem:
@@ -86,7 +96,6 @@ def _sweep(
         p = sweep.probe(shape, batch)
         say(f"  {shape!s:>12} x {batch:<5,} {p.seconds:8.3f} s" if p.fits else f"  {shape} x {batch} does not fit")
     sweep.end(m_mem)
-    return m_mem
 
 
 def affordable(size: ModelSize, shapes: list[Shape], m_mem: int, seconds_alone: float, seconds: float) -> int:

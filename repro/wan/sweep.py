@@ -203,14 +203,28 @@ class Sweep:
         """Until `deadline` on this host's clock, of the rank that has least left; the same on all."""
         return -self._largest(time.monotonic() - deadline)[0]
 
-    def memory_budget(self) -> int | None:
-        """Bytes that a micro-batch's peak may reach on every rank; None on CPUs, where nothing counts them."""
+    def memory_budget(self, accumulates: bool) -> int | None:
+        """Bytes that a micro-batch's peak may reach on every rank; None on CPUs, where nothing counts them.
+
+        accumulates: a step may have several micro-batches, so that the gradients of those before stay beside it.
+        """
         if self.world.device.type != "cuda":
             return None
         total = torch.cuda.get_device_properties(self.world.device).total_memory
-        local = sum(cast(Any, p).to_local().numel() * 2 * p.element_size() for p in self.engine.model.parameters())
-        to_come = 0 if self.engine.optimizer.state else local  # AdamW's two moments, made by the first update
-        return int(-self._largest(-(total * (1 - MARGIN) - to_come))[0])
+        return int(-self._largest(-(total * (1 - MARGIN) - self.to_come(accumulates)))[0])
+
+    def to_come(self, accumulates: bool) -> int:
+        """Bytes on this rank that a step holds and a pass alone does not, as `memory_budget`.
+
+        They are AdamW's two moments, made by the first update, and the gradients of earlier micro-batches, sharded
+        like the parameters, or whole with `sync=step`. The peak is where the backward pass begins: a pass alone has no
+        gradients there yet.
+        """
+        parameters = [cast(Any, p) for p in self.engine.model.parameters()]
+        local = sum(p.to_local().numel() * p.element_size() for p in parameters)
+        whole = sum(p.numel() * p.element_size() for p in parameters)
+        moments = 0 if self.engine.optimizer.state else 2 * local
+        return moments + (whole if self.engine.parallelism.sync == "step" else local) * accumulates
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -89,6 +89,10 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_with_the_cause(tmp_path):
     assert (tmp_path / "0").exists()
 
 
+def test_room_is_kept_for_moments_and_for_gradients_of_earlier_micro_batches():
+    ranks.run(sweep_ranks.memory_to_come, 2)
+
+
 @given(
     seconds=st.floats(0.0, 1e4), alone=st.floats(0.01, 30.0), m_mem=st.integers(46_800, 2_000_000), few=st.booleans()
 )
