@@ -4,12 +4,13 @@
     python -m repro.train --model tiny --corpus tiny --m-mem 256 --steps 20 --out runs/tiny     # one process, any CPU
 
 The same command goes on where an interrupted run stopped; SIGTERM or SIGUSR1 stops it after the step under way, saved.
-Exit codes of a rank: 0 done or stopped so, 1 a loss was not finite or memory ran out, 2 nothing to train with (one line
-says why; --debug shows the traceback), 130 interrupted.
+Exit codes of a rank: 0 done or stopped so, 1 a loss was not finite, memory ran out or a checkpoint could not be
+written, 2 nothing to train with (one line says why; --debug shows the traceback), 130 interrupted.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from repro.corpus import mixes
 from repro.names import unknown
 from repro.wan import batching
 from repro.wan.batching import MODES
+from repro.wan.checkpointing import SaveError
 from repro.wan.config import WanConfig
 from repro.wan.engine import NonFiniteLoss, OnNonFinite, OptimizerSettings
 from repro.wan.objective import Draw, FlowMatching
@@ -42,26 +44,35 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command(context_settings={"max_content_width": 100})
 def main(
     model: Annotated[str, typer.Option(help="tiny, wan-1.3b or wan-14b")] = "wan-1.3b",
-    layers: Annotated[int | None, typer.Option(min=1, help="another depth than the model's")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=1000, help="another depth than the model's")] = None,
     init: Annotated[Path | None, typer.Option(help="folder of weights in Diffusers' format; else random")] = None,
     data: Annotated[Path | None, typer.Option(help="folder of encoded samples (repro.wan.make_corpus)")] = None,
     corpus: Annotated[str, typer.Option(help="made-up samples of this mix, if no --data")] = ("wan-uniform"),
-    samples: Annotated[int, typer.Option(min=1, help="of the made-up corpus")] = 100_000,
+    samples: Annotated[int, typer.Option(min=1, max=10**8, help="of the made-up corpus")] = 100_000,
     mode: Annotated[str, typer.Option(help="baseline, adaptiveload or balanced")] = "balanced",
     policy: Annotated[str | None, typer.Option(help="batch policy, if not the mode's")] = None,
     adaln: Annotated[str | None, typer.Option(help="AdaLN implementation, if not the mode's")] = None,
     m_mem: Annotated[
-        int | None, typer.Option(min=1, help="tokens a micro-batch may hold; else 48000 or as calibrated")
+        int | None, typer.Option(min=1, max=10**9, help="tokens a micro-batch may hold; else 48000 or as calibrated")
     ] = None,
     calibrate: Annotated[
         float | None, typer.Option(metavar="MINUTES", help="measure shapes first, and fit costs and limits to them")
     ] = None,
-    token_budget: Annotated[int | None, typer.Option(min=1, help="equal-token's, if below M_mem")] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(min=1, max=10**9, help="equal-token's, and M_comp follows from it; else M_mem")
+    ] = None,
     m_comp: Annotated[float | None, typer.Option(min=1, help="of the dual constraint; else from costs")] = None,
     p: Annotated[float | None, typer.Option(min=0.1, help="exponent of the dual constraint; else from costs")] = None,
     costs: Annotated[str | None, typer.Option(help="device whose step times to use, if not this one's")] = None,
-    micro_batches: Annotated[int, typer.Option(min=1, help="a step and rank")] = 1,
-    protocol: Annotated[str, typer.Option(help="matched (samples a step) or as_published")] = "matched",
+    micro_batches: Annotated[
+        int,
+        typer.Option(
+            min=1, max=4096, help="a step and rank; matched: the samples of so many under equal_token with M_mem"
+        ),
+    ] = 1,
+    protocol: Annotated[
+        str, typer.Option(help="matched (as many samples a step under every policy) or as_published (one micro-batch)")
+    ] = "matched",
     weighting: Annotated[str, typer.Option(help="sample (exact) or batch_mean")] = "sample",
     sync: Annotated[str, typer.Option(help="ranks meet each micro_batch (sharded) or step")] = "micro_batch",
     checkpointing: Annotated[str, typer.Option(help="of activations: none, selective or full")] = "full",
@@ -74,7 +85,7 @@ def main(
     on_nonfinite: Annotated[str, typer.Option(help="loss or gradient: stop, or skip the update")] = "stop",
     draw: Annotated[str, typer.Option(help="of noise levels: logit_normal or uniform")] = "logit_normal",
     shift: Annotated[float, typer.Option(help="of noise levels towards noise")] = 3.0,
-    seed: Annotated[int, typer.Option(help="of weights, order, noise")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of weights, order, noise")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps of the whole run")] = 1000,
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0 for none")] = 500,
     keep: Annotated[int, typer.Option(min=1, help="checkpoints")] = 2,
@@ -88,8 +99,8 @@ def main(
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
-    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite or memory ran out, 2 nothing
-    to train with (one line says why), 130 interrupted.
+    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite, memory ran out or a
+    checkpoint could not be written, 2 nothing to train with (one line says why), 130 interrupted.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
@@ -100,6 +111,11 @@ def main(
     try:
         if mode not in MODES:
             raise ValueError(unknown("mode", mode, MODES))
+        if device not in (None, "cuda", "cpu"):
+            raise ValueError(f"--device must be cuda or cpu, got {device!r}")
+        for option, value in (("--m-comp", m_comp), ("--p", p), ("--calibrate", calibrate)):
+            if value is not None and not 0 < value < math.inf:  # also catches NaN
+                raise ValueError(f"{option} must be positive and finite, got {value}")
         run = Run(
             config=WanConfig.preset(model, layers),
             adaln=adaln or MODES[mode].adaln,
@@ -152,6 +168,9 @@ def main(
         running, code = True, 2
     except torch.OutOfMemoryError as error:
         _tell(error, debug, every_rank=True, what="out of memory, give a smaller --m-mem: ")
+        running, code = True, 1
+    except SaveError as error:
+        _tell(error, debug, every_rank=True)
         running, code = True, 1
     except NonFiniteLoss as error:  # on all ranks alike
         _tell(error, debug, every_rank=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,6 +51,8 @@ class Costs:
 class BatchLimits:
     """m_mem: tokens of the largest micro-batch. token_budget: equal-token's, None for m_mem. m_comp, p: of the paper's
     rule, None for what costs give: the power of the cost, and the longest bucket's batch within the token budget.
+
+    Raises ValueError for an m_comp or p that is not a positive number.
     """
 
     m_mem: int = TOKEN_BUDGET
@@ -57,17 +60,30 @@ class BatchLimits:
     m_comp: float | None = None
     p: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("m_comp", "p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+
 
 def make_policy(name: str, costs: Costs, corpus: Corpus, given: BatchLimits) -> Policy:
     """The policy called `name` for the corpus.
 
-    Raises KeyError for an unknown name, ValueError for a sample that exceeds the memory limit.
+    Raises KeyError for an unknown name, ValueError for a sample that exceeds the memory limit or, where the paper's
+    M_comp follows from it, the token budget.
     """
     p = costs.power.p if given.p is None else given.p
     m_comp, budget = given.m_comp, given.token_budget or given.m_mem
     if m_comp is None and name.startswith("dual_constraint"):
-        longest = limits.choose(costs.power, corpus.tokens[corpus.counts > 0], budget)
-        m_comp = longest.m_comp / float(corpus.tokens[corpus.counts > 0].max()) ** (longest.p - p)
+        tokens = corpus.tokens[corpus.counts > 0]
+        if given.m_mem >= (most := int(tokens.max())) > budget:
+            raise ValueError(
+                f"the longest samples have {most:,} tokens, more than a token budget of {budget:,}, from which M_comp "
+                f"follows: raise the budget to {most}, or give M_comp"
+            )
+        longest = limits.choose(costs.power, tokens, budget)
+        m_comp = longest.m_comp / float(most) ** (longest.p - p)
     return policies.make(
         name,
         m_mem=given.m_mem,
@@ -80,15 +96,20 @@ def make_policy(name: str, costs: Costs, corpus: Corpus, given: BatchLimits) -> 
 
 
 def find_costs(store: Store, device: str, size: ModelSize, adaln: str, corpus: Corpus) -> Costs:
-    """Costs measured on `device` (a slug) where `store` has them, else by FLOPs; `source` says which."""
-    rows = store.rows("block_time", one_device(device), "full")
+    """`measured_costs` where `store` has them, else by FLOPs; `source` says which."""
     try:
-        if rows.empty:
-            raise ValueError(f"no step times of {one_device(device)}")
-        power = cast(PowerCost, measured_cost(rows, size.name, adaln, "power"))
-        quadratic = cast(QuadraticCost, measured_cost(rows, size.name, adaln, "quadratic"))
+        return measured_costs(store, device, size, adaln)
     except ValueError as error:
         return flop_costs(size, corpus, str(error))
+
+
+def measured_costs(store: Store, device: str, size: ModelSize, adaln: str) -> Costs:
+    """Costs measured on `device` (a slug). Raises ValueError where `store` has none of this model and AdaLN."""
+    rows = store.rows("block_time", one_device(device), "full")
+    if rows.empty:
+        raise ValueError(f"no step times of {one_device(device)}")
+    power = cast(PowerCost, measured_cost(rows, size.name, adaln, "power"))
+    quadratic = cast(QuadraticCost, measured_cost(rows, size.name, adaln, "quadratic"))
     scaled = power.scaled(size.layers).extrapolating(), quadratic.scaled(size.layers).extrapolating()
     return Costs(*scaled, source=f"step times measured on {one_device(device)}")
 

@@ -6,6 +6,7 @@ R * sum(w_i * l_i), and FSDP averages over R ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
@@ -60,6 +61,12 @@ class OptimizerSettings:
         for name in ("lr", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not (math.isfinite(self.lr) and 0 <= self.weight_decay < math.inf):
+            raise ValueError(
+                f"lr must be finite and weight_decay at least 0 and finite, got {self.lr} and {self.weight_decay}"
+            )
+        if math.isinf(self.lr):
+            raise ValueError(f"lr must be finite, got {self.lr}")
         if self.warmup < 0:
             raise ValueError(f"warmup must be at least 0 steps, got {self.warmup}")
         if self.on_nonfinite not in get_args(OnNonFinite):

@@ -92,9 +92,11 @@ def join(device_type: str | None = None, store: dist.Store | None = None) -> Wor
     that lives on the host) through gloo. store: where ranks meet, if not where the environment says; their numbers are
     the environment's RANK and WORLD_SIZE.
 
-    Raises WorldError where more ranks were started on this machine than it has GPUs.
+    Raises WorldError where more ranks were started on this machine than it has GPUs, and for another kind of device.
     """
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cuda", "cpu"):
+        raise WorldError(f"--device must be cuda or cpu, got {kind!r}")
     local, on_this_host = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if kind == "cuda":
         if on_this_host > torch.cuda.device_count():

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
 
 from repro.balance import policies
+from repro.balance.models import ModelSize
 from repro.balance.policies import Policy
 from repro.balance.schedule import Layout
 from repro.balance.types import Protocols, Weighting
 from repro.corpus.mixes import TOKEN_BUDGET
 from repro.measure.machine import read_machine
 from repro.names import unknown
+from repro.plan_file import one_device
 from repro.records import Store
 from repro.wan import batching, peaks
 from repro.wan.batching import BatchLimits, Costs
@@ -42,7 +45,9 @@ class Batching:
 
     policy: its name. m_mem: tokens a micro-batch; None for what calibration finds, or else the published baseline's
     48,000. token_budget, m_comp, p: as in `BatchLimits`. calibrate: minutes of measuring shapes first; None for costs
-    that `results` hold of `costs` (a device's slug, None for this one's), or FLOPs.
+    that `results` hold of `costs` (a device's slug, which must be there; None for this one's), or FLOPs.
+
+    Raises ValueError for a value that no run can have.
     """
 
     policy: str
@@ -60,6 +65,10 @@ class Batching:
     def __post_init__(self) -> None:
         if self.policy not in policies.NAMES:
             raise ValueError(unknown("policy", self.policy, policies.NAMES))
+        if self.weighting not in get_args(Weighting):
+            raise ValueError(f"weighting must be {' or '.join(get_args(Weighting))}, got {self.weighting!r}")
+        if self.calibrate is not None and not 0 < self.calibrate < math.inf:
+            raise ValueError(f"calibrate must be positive and finite, got {self.calibrate} minutes")
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class Run:
 
     init: folder of weights in Diffusers' format; None for random ones. out: the run's folder. keep: checkpoints. ranks:
     refuse any other number; None for any.
+
+    Raises ValueError for a seed that does not fit 63 bits.
     """
 
     config: WanConfig
@@ -85,6 +96,10 @@ class Run:
     ranks: int | None = None
     log_every: int = 10
     tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be at least 0 and below 2^63, got {self.seed}")
 
 
 def prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
@@ -170,8 +185,12 @@ def _engine_and_costs(run: Run, world: World, console: Console) -> tuple[Engine,
     given, size = run.batching, run.config.size
     cuda = world.device.type == "cuda"
     if given.calibrate is None:
-        slug = given.costs or read_machine(None if cuda else 0).slug
-        found = batching.find_costs(Store(given.results), slug, size, run.adaln, run.source.corpus)
+        store = Store(given.results)
+        if given.costs is not None:
+            found = _costs_of(store, given.costs, size, run.adaln)
+        else:
+            slug = read_machine(None if cuda else 0).slug
+            found = batching.find_costs(store, slug, size, run.adaln, run.source.corpus)
         return _engine(run, world), given.m_mem or TOKEN_BUDGET, found
 
     def say(line: str) -> None:
@@ -179,14 +198,27 @@ def _engine_and_costs(run: Run, world: World, console: Console) -> tuple[Engine,
             console.print(line, markup=False)
 
     m_mem = given.m_mem if cuda else given.m_mem or TOKEN_BUDGET
+    accumulates = given.protocol == "matched"
+    bisected = f"bisected for {'several micro-batches' if accumulates else 'one micro-batch'} a step"
     setting = (
         f"{size.name} {size.layers} layers; {run.adaln}; {run.parallelism}; {world.size} x {_device_name(world)}; "
-        f"corpus {corpus_hash(run.source.corpus)}; M_mem {m_mem or 'bisected'}"
+        f"corpus {corpus_hash(run.source.corpus)}; M_mem {m_mem or bisected}"
     ).replace(",", "")
     sweep = Sweep(lambda: _engine(run, world), world, run.out / "calibration.csv", setting)
-    done = calibrate(sweep, size, run.source.corpus, given.calibrate, m_mem, say)
+    done = calibrate(sweep, size, run.source.corpus, given.calibrate, m_mem, say, accumulates)
     sweep.close()
     return sweep.engine, done.m_mem, done.costs
+
+
+def _costs_of(store: Store, device: str, size: ModelSize, adaln: str) -> Costs:
+    """Costs of the device that was asked for. Raises ValueError where there are none."""
+    known = store.devices()
+    if one_device(device) not in known:
+        raise ValueError(f"no step times of {device!r}; known: {', '.join(known)}; --calibrate measures this run's own")
+    try:
+        return batching.measured_costs(store, device, size, adaln)
+    except ValueError as error:
+        raise ValueError(f"{error}: leave out --costs to go by FLOPs, or give --calibrate") from error
 
 
 def _introduction(run: Run, world: World, policy: Policy, costs: Costs, epochs: Epochs) -> list[str]:
@@ -197,6 +229,18 @@ def _introduction(run: Run, world: World, policy: Policy, costs: Costs, epochs: 
         f"{policy.name} over {corpus.name} ({corpus.source}); costs: {costs.source}",
         *batching.batch_table(policy, corpus),
         epochs.report(),
+        *_accumulation(run, epochs),
+    ]
+
+
+def _accumulation(run: Run, epochs: Epochs) -> list[str]:
+    """A line where steps have more micro-batches than were asked for, to match equal-token's samples a step."""
+    mean, asked = float(epochs.sampler.schedule.slots_of_step.mean()), run.batching.micro_batches
+    if mean <= 1.05 * asked:
+        return []
+    return [
+        f"{mean:.1f} micro-batches a step and rank: as many samples as {asked} of {epochs.layout.m_mem:,} tokens under "
+        "equal_token hold; --protocol as_published takes one"
     ]
 
 

@@ -59,3 +59,14 @@ def test_modes_and_every_policy_can_be_made(corpus):
         rule = batching.make_policy(mode.policy, costs, corpus, BatchLimits())
         assert rule.name == mode.policy
         assert len(batching.batch_table(rule, corpus)) == np.count_nonzero(corpus.counts)
+
+
+def test_limits_that_are_no_numbers_are_refused(corpus):
+    for wrong in ({"p": float("nan")}, {"m_comp": float("inf")}, {"p": 0.0}):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            BatchLimits(100_000, **wrong)
+    costs = batching.flop_costs(WAN_1_3B, corpus, "test")
+    with pytest.raises(ValueError, match=r"46,800 tokens, more than a token budget of 40,000"):
+        batching.make_policy("dual_constraint", costs, corpus, BatchLimits(100_000, token_budget=40_000))
+    given = batching.make_policy("dual_constraint", costs, corpus, BatchLimits(100_000, 40_000, m_comp=1e9))
+    assert given.m_comp == 1e9, "then nothing follows from the budget"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 
 from repro import train
 from repro.corpus.shapes import Shape, Tokenizer
+from repro.wan import checkpointing
 from repro.wan.log import COLUMNS
 from repro.wan.samples import FlowLosses
 from repro.wan.shards import ShardWriter
@@ -72,6 +75,14 @@ def test_policy_and_adaln_are_chosen_one_by_one_and_the_same_command_goes_on(tmp
         (["--ranks", "3"], "--ranks 3, but 1 were started"),
         (["--m-mem", "100"], "exceeds the memory limit of 100 tokens"),
         (["--data", "nowhere"], "nowhere"),
+        (["--costs", "nowhere"], "no step times of 'nowhere'; known: cpu-x86-64-2c"),
+        (["--costs", "nvidia-h200"], "with adaln 'eager' and layers None: leave out --costs"),
+        (["--device", "tpu"], "--device must be cuda or cpu, got 'tpu'"),
+        (["--calibrate", "nan"], "calibrate must be positive and finite, got nan"),
+        (["--lr", "inf"], "lr must be finite, got inf"),
+        (["--weighting", "heavy"], "weighting must be sample or batch_mean, got 'heavy'"),
+        (["--seed", "-1"], "seed must be at least 0 and below 2^63, got -1"),
+        (["--mode", "adaptiveload", "--token-budget", "100"], "180 tokens, more than a token budget of 100"),
         (["--init", "nowhere"], "nowhere"),
     ],
 )
@@ -104,6 +115,20 @@ def test_encoded_samples_on_disk_are_trained_on_and_a_corrupt_shard_is_refused(t
     shard.write_bytes(content)
     done = run(tmp_path / "other", "--data", str(data), "--m-mem", "24", "--steps", "2")
     assert done.exit_code == 2 and "is corrupt" in done.output and not (tmp_path / "other").exists()
+
+
+def test_steps_of_many_micro_batches_are_announced(tmp_path):
+    """A small token budget beside a large M_mem: the published rule takes several batches for the samples of one."""
+    options = ["--mode", "adaptiveload", "--m-mem", "1000", "--token-budget", "180", "--steps", "1"]
+    matched = run(tmp_path / "matched", *options)
+    assert matched.exit_code == 0, matched.output
+    assert re.search(r"5\.\d micro-batches a step and rank: as many samples as 1 of 1,000 tokens", matched.output)
+    published = run(tmp_path / "published", *options, "--protocol", "as_published")
+    assert published.exit_code == 0 and "micro-batches a step and rank" not in published.output
+    assert (rows(tmp_path / "matched")[0]["micro_batches"], rows(tmp_path / "published")[0]["micro_batches"]) == (
+        "5",
+        "1",
+    )
 
 
 def test_calibrate_and_train_in_one_command(tmp_path):
@@ -204,3 +229,12 @@ def test_memory_that_runs_out_while_training_names_the_way_out(tmp_path, monkeyp
     monkeypatch.setattr(FlowLosses, "__call__", short)
     done = run(tmp_path, "--steps", "1")
     assert done.exit_code == 1 and "give a smaller --m-mem: CUDA out of memory" in done.output.replace("\n", " ")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+    failed = Future()
+    failed.set_exception(OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(checkpointing.dcp, "async_save", lambda *_, **__: failed)
+    done = run(tmp_path, "--steps", "3", "--save-every", "1")
+    told = " ".join(done.output.split())
+    assert done.exit_code == 1 and "could not be written: OSError: [Errno 28] No space left on device" in told, told
