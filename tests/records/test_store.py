@@ -87,6 +87,22 @@ def test_the_newest_run_owns_all_metrics_of_a_case(store, run):
     assert len(csv_of(store).read_text().splitlines()) == 1 + 4  # nothing was removed
 
 
+def test_the_rows_of_one_run_whatever_came_after_it(store, run):
+    store.append(run, "speed", case(impl="fused"), [timing(1.0)])
+    later = store.start(MACHINE, ["x"], None, "smoke")
+    store.append(later, "speed", case(impl="fused"), [timing(2.0)])
+    assert store.rows("speed")["value"].tolist() == [2.0]
+    assert store.rows("speed", DEVICE, run_id=run.id)["value"].tolist() == [1.0]
+    assert store.rows("speed", DEVICE, run_id="none").empty
+
+
+def test_a_file_that_another_process_changed_is_read_again(store, run):
+    store.append(run, "speed", case(impl="fused"), [timing(1.0)])
+    assert len(store.rows("speed")) == 1
+    Store(store.root).append(run, "speed", case(impl="eager"), [timing(2.0)])
+    assert len(store.rows("speed")) == 2
+
+
 @pytest.mark.parametrize("merged", ["rows", "records"])
 def test_the_newest_run_wins_wherever_a_merge_has_put_it(store, run, clock_set_back, merged):
     """git may join two branches' lines in any order."""
