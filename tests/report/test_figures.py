@@ -23,6 +23,7 @@ MADE_UP = {
     "shape_sweep": {"forward_backward": "ms", "peak_memory": "GB"},
     "trainer_mfu": {"hfu": "%", "share_of_block_stack": "%"},
     "accelerate": {"forward_backward": "ms", "peak_memory": "GB"},
+    "max_sequence": {"longest": "tokens", "static_memory": "GB", "held_memory": "GB", "working_memory": "GB"},
     "kernel_share": {"step_time": "ms", "norm_modulate_share": "%"},
     "throughput_measured": {
         "tokens_per_s": "1/s",
