@@ -10,7 +10,6 @@ written, 2 nothing to train with (one line says why; --debug shows the traceback
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -53,7 +52,12 @@ def main(
     policy: Annotated[str | None, typer.Option(help="batch policy, if not the mode's")] = None,
     adaln: Annotated[str | None, typer.Option(help="AdaLN implementation, if not the mode's")] = None,
     m_mem: Annotated[
-        int | None, typer.Option(min=1, max=10**9, help="tokens a micro-batch may hold; else 48000 or as calibrated")
+        int | None,
+        typer.Option(
+            min=1,
+            max=10**9,
+            help="tokens a micro-batch may hold; else as calibrated, or 48000 (CPU: the longest sample)",
+        ),
     ] = None,
     calibrate: Annotated[
         float | None, typer.Option(metavar="MINUTES", help="measure shapes first, and fit costs and limits to them")
@@ -111,18 +115,13 @@ def main(
     try:
         if mode not in MODES:
             raise ValueError(unknown("mode", mode, MODES))
-        if device not in (None, "cuda", "cpu"):
-            raise ValueError(f"--device must be cuda or cpu, got {device!r}")
-        for option, value in (("--m-comp", m_comp), ("--p", p), ("--calibrate", calibrate)):
-            if value is not None and not 0 < value < math.inf:  # also catches NaN
-                raise ValueError(f"{option} must be positive and finite, got {value}")
         run = Run(
             config=WanConfig.preset(model, layers),
-            adaln=adaln or MODES[mode].adaln,
+            adaln=MODES[mode].adaln if adaln is None else adaln,
             source=_source(data, corpus, samples, seed),
             flow=FlowMatching(cast(Draw, draw), shift, seed=seed),
             batching=Batching(
-                policy or MODES[mode].policy,
+                MODES[mode].policy if policy is None else policy,
                 m_mem=m_mem,
                 token_budget=token_budget,
                 m_comp=m_comp,

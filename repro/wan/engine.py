@@ -65,8 +65,6 @@ class OptimizerSettings:
             raise ValueError(
                 f"lr must be finite and weight_decay at least 0 and finite, got {self.lr} and {self.weight_decay}"
             )
-        if math.isinf(self.lr):
-            raise ValueError(f"lr must be finite, got {self.lr}")
         if self.warmup < 0:
             raise ValueError(f"warmup must be at least 0 steps, got {self.warmup}")
         if self.on_nonfinite not in get_args(OnNonFinite):

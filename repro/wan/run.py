@@ -44,8 +44,9 @@ class Batching:
     """How samples become micro-batches.
 
     policy: its name. m_mem: tokens a micro-batch; None for what calibration finds, or else the published baseline's
-    48,000. token_budget, m_comp, p: as in `BatchLimits`. calibrate: minutes of measuring shapes first; None for costs
-    that `results` hold of `costs` (a device's slug, which must be there; None for this one's), or FLOPs.
+    48,000; on CPUs, whose memory is not measured, the longest sample's. token_budget, m_comp, p: as in `BatchLimits`.
+    calibrate: minutes of measuring shapes first; None for costs that `results` hold of `costs` (a device's slug, which
+    must be there; None for this one's), or FLOPs.
 
     Raises ValueError for a value that no run can have.
     """
@@ -67,6 +68,7 @@ class Batching:
             raise ValueError(unknown("policy", self.policy, policies.NAMES))
         if self.weighting not in get_args(Weighting):
             raise ValueError(f"weighting must be {' or '.join(get_args(Weighting))}, got {self.weighting!r}")
+        BatchLimits(1, self.token_budget, self.m_comp, self.p)  # refuses what it cannot hold before a model is made
         if self.calibrate is not None and not 0 < self.calibrate < math.inf:
             raise ValueError(f"calibrate must be positive and finite, got {self.calibrate} minutes")
 
@@ -77,8 +79,6 @@ class Run:
 
     init: folder of weights in Diffusers' format; None for random ones. out: the run's folder. keep: checkpoints. ranks:
     refuse any other number; None for any.
-
-    Raises ValueError for a seed that does not fit 63 bits.
     """
 
     config: WanConfig
@@ -96,10 +96,6 @@ class Run:
     ranks: int | None = None
     log_every: int = 10
     tensorboard: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed must be at least 0 and below 2^63, got {self.seed}")
 
 
 def prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
@@ -183,29 +179,30 @@ def _engine(run: Run, world: World) -> Engine:
 def _engine_and_costs(run: Run, world: World, console: Console) -> tuple[Engine, int, Costs]:
     """The engine, tokens that a micro-batch may hold, and what micro-batches cost."""
     given, size = run.batching, run.config.size
-    cuda = world.device.type == "cuda"
+    cuda, corpus = world.device.type == "cuda", run.source.corpus
+    default = TOKEN_BUDGET if cuda else int(corpus.tokens[corpus.counts > 0].max())
     if given.calibrate is None:
         store = Store(given.results)
         if given.costs is not None:
             found = _costs_of(store, given.costs, size, run.adaln)
         else:
             slug = read_machine(None if cuda else 0).slug
-            found = batching.find_costs(store, slug, size, run.adaln, run.source.corpus)
-        return _engine(run, world), given.m_mem or TOKEN_BUDGET, found
+            found = batching.find_costs(store, slug, size, run.adaln, corpus)
+        return _engine(run, world), given.m_mem or default, found
 
     def say(line: str) -> None:
         if world.is_first:
             console.print(line, markup=False)
 
-    m_mem = given.m_mem if cuda else given.m_mem or TOKEN_BUDGET
+    m_mem = given.m_mem if cuda else given.m_mem or default
     accumulates = given.protocol == "matched"
     bisected = f"bisected for {'several micro-batches' if accumulates else 'one micro-batch'} a step"
     setting = (
         f"{size.name} {size.layers} layers; {run.adaln}; {run.parallelism}; {world.size} x {_device_name(world)}; "
-        f"corpus {corpus_hash(run.source.corpus)}; M_mem {m_mem or bisected}"
+        f"corpus {corpus_hash(corpus)}; M_mem {m_mem or bisected}"
     ).replace(",", "")
     sweep = Sweep(lambda: _engine(run, world), world, run.out / "calibration.csv", setting)
-    done = calibrate(sweep, size, run.source.corpus, given.calibrate, m_mem, say, accumulates)
+    done = calibrate(sweep, size, corpus, given.calibrate, m_mem, say, accumulates)
     sweep.close()
     return sweep.engine, done.m_mem, done.costs
 

@@ -79,9 +79,9 @@ def test_policy_and_adaln_are_chosen_one_by_one_and_the_same_command_goes_on(tmp
         (["--costs", "nvidia-h200"], "with adaln 'eager' and layers None: leave out --costs"),
         (["--device", "tpu"], "--device must be cuda or cpu, got 'tpu'"),
         (["--calibrate", "nan"], "calibrate must be positive and finite, got nan"),
-        (["--lr", "inf"], "lr must be finite, got inf"),
+        (["--p", "inf"], "p must be positive and finite, got inf"),
+        (["--lr", "inf"], "lr must be finite"),
         (["--weighting", "heavy"], "weighting must be sample or batch_mean, got 'heavy'"),
-        (["--seed", "-1"], "seed must be at least 0 and below 2^63, got -1"),
         (["--mode", "adaptiveload", "--token-budget", "100"], "180 tokens, more than a token budget of 100"),
         (["--init", "nowhere"], "nowhere"),
     ],
@@ -115,6 +115,16 @@ def test_encoded_samples_on_disk_are_trained_on_and_a_corrupt_shard_is_refused(t
     shard.write_bytes(content)
     done = run(tmp_path / "other", "--data", str(data), "--m-mem", "24", "--steps", "2")
     assert done.exit_code == 2 and "is corrupt" in done.output and not (tmp_path / "other").exists()
+
+
+def test_on_a_cpu_no_micro_batch_exceeds_the_longest_sample_unless_asked(tmp_path):
+    """48,000 tokens, GPUs' default, would be 12,000 of the smallest images with 50 GB of text."""
+    options = [o for o in TINY if o not in ("--m-mem", "256")]
+    for more in ([], ["--calibrate", "3"]):
+        out = tmp_path / str(len(more))
+        done = CliRunner().invoke(train.app, [*options, "--out", str(out), "--steps", "2", *more])
+        assert done.exit_code == 0 and "batch 45\n" in done.output, done.output
+        assert all(int(r["tokens"]) <= 180 for r in rows(out))
 
 
 def test_steps_of_many_micro_batches_are_announced(tmp_path):
