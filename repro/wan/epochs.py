@@ -124,7 +124,7 @@ class Epochs:
 
         Raises ResumeError where the corpus is another one.
         """
-        self.check_corpus(state)
+        check_corpus(self.corpus, state)
         before, now = np.unpackbits(used, axis=1, count=self.corpus.samples).astype(bool)
         self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
         self._begin(before)
@@ -144,14 +144,15 @@ class Epochs:
         left = int(self.sampler.corpus.samples)
         return [*changed, f"the {left:,} samples left of epoch {self.epoch} are dealt anew"]
 
-    def check_corpus(self, state: dict[str, Any]) -> None:
-        """Raise ResumeError where a `state` is of another corpus."""
-        here = corpus_hash(self.corpus)
-        if state["corpus"] != here:
-            raise ResumeError(
-                f"the interrupted run's samples are another corpus ({state['corpus']}, here {here}): give the same "
-                "--corpus or --data and --samples, or start anew in another folder"
-            )
+
+def check_corpus(corpus: Corpus, state: dict[str, Any]) -> None:
+    """Raise ResumeError where a `state` of `Epochs` is of another corpus."""
+    here = corpus_hash(corpus)
+    if state["corpus"] != here:
+        raise ResumeError(
+            f"the interrupted run's samples are another corpus ({state['corpus']}, here {here}): give the same "
+            "--corpus or --data and --samples, or start anew in another folder"
+        )
 
 
 def corpus_hash(corpus: Corpus) -> str:

@@ -27,7 +27,7 @@ from repro.wan.checkpointing import Checkpoints
 from repro.wan.config import WanConfig
 from repro.wan.convert import load_diffusers
 from repro.wan.engine import Engine, OptimizerSettings, SampleLosses
-from repro.wan.epochs import Epochs, corpus_hash
+from repro.wan.epochs import Epochs, check_corpus, corpus_hash
 from repro.wan.log import RunLog
 from repro.wan.model import WanModel
 from repro.wan.objective import FlowMatching
@@ -109,8 +109,8 @@ def prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
     if isinstance(run.source, ShardedSamples):
         run = replace(run, source=ReadAhead(run.source, world.device))
     checkpoints = Checkpoints(run.out / "checkpoints", world, run.keep)
-    if (newest := checkpoints.newest()) is not None:  # refused before the model takes any memory
-        checkpoints.read_about(newest, asdict(size))
+    if (newest := checkpoints.newest()) is not None:  # refused before anything is measured, or takes memory
+        check_corpus(corpus, checkpoints.read_about(newest, asdict(size))["sampler"])
     engine, m_mem, costs = _engine_and_costs(run, world, console)
     given = run.batching
     limits = BatchLimits(m_mem, given.token_budget, given.m_comp, given.p)

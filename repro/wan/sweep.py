@@ -228,7 +228,16 @@ class Sweep:
 
 
 def _read(path: Path) -> list[dict[str, str]]:
+    """What was written down; a last row that was cut off is left out. Raises ValueError for any other file."""
     if not path.exists():
         return []
-    with path.open() as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]
+    try:
+        with path.open() as file:
+            rows = [row for row in csv.DictReader(file) if None not in row.values()]
+        for row in rows:
+            row["setting"], row["fits"], float(row["seconds"]), [int(row[n]) for n in ("batch", "tokens", "peak_bytes")]
+            if row["shape"] != _END:
+                Shape(*map(int, row["shape"].split("x")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no record of a sweep ({error}): move it away to measure anew") from error
+    return rows

@@ -16,7 +16,7 @@ from repro.balance.models import TEXT_TOKENS, ModelSize
 from repro.balance.types import MicroBatch
 from repro.wan.checkpointing import Checkpoints
 from repro.wan.engine import Engine
-from repro.wan.epochs import DealtStep, Epochs
+from repro.wan.epochs import DealtStep, Epochs, check_corpus
 from repro.wan.log import LoggedStep, StepFlops
 from repro.wan.parallel import Checkpointing
 
@@ -98,7 +98,7 @@ class Trainer:
             return []
         about = self.checkpoints.read_about(path, self.about)
         # The corpus is checked before anything is loaded: its size is that of the mask of used samples.
-        self.epochs.check_corpus(about["sampler"])
+        check_corpus(self.epochs.corpus, about["sampler"])
         width = -(-self.epochs.corpus.samples // 8)
         used = self.checkpoints.load(path, self.engine.model, self.engine.optimizer, width)
         self.step = int(about["step"])

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from repro import train
 from repro.corpus.shapes import Shape, Tokenizer
-from repro.wan import checkpointing
+from repro.wan import checkpointing, sweep
 from repro.wan.log import COLUMNS
 from repro.wan.samples import FlowLosses
 from repro.wan.shards import ShardWriter
@@ -150,6 +150,23 @@ def test_calibrate_and_train_in_one_command(tmp_path):
     again = run(tmp_path, *options, "4")
     assert again.exit_code == 0 and "dealt anew" not in again.output, "no new measurement, so the same schedule"
     assert (tmp_path / "calibration.csv").read_text() == measured
+
+
+@pytest.mark.parametrize(
+    "broken", ["setting,shape\n1,2\n", "{whole}s,1x32x32,two,4,0.5,-1,1\n", "{whole}s,1,2,4,1,-1,1\n"]
+)
+def test_a_damaged_record_of_a_calibration_is_named(tmp_path, broken):
+    (tmp_path / "calibration.csv").write_text(broken.replace("{whole}", ",".join(sweep._COLUMNS) + "\n"))
+    done = run(tmp_path, "--calibrate", "0.001", "--steps", "2")
+    told = " ".join(done.output.split())
+    assert done.exit_code == 2 and "calibration.csv is no record of a sweep" in told and "move it away" in told, told
+
+
+def test_another_corpus_is_refused_before_anything_is_measured(tmp_path):
+    assert run(tmp_path, "--steps", "1").exit_code == 0
+    done = run(tmp_path, "--samples", "61", "--calibrate", "3", "--steps", "2")
+    assert done.exit_code == 2 and "samples are another corpus" in " ".join(done.output.split()), done.output
+    assert not (tmp_path / "calibration.csv").exists()
 
 
 @pytest.mark.gpu
