@@ -1,0 +1,100 @@
+"""Figures of `loss_parity`: curves with bands over seeds, and final differences against the margin of equivalence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from repro.suite import Figure
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Variant = tuple[str, str, str]
+Differences = Callable[..., "np.ndarray[Any, Any]"]
+COLORS = ("#000000", "#D55E00", "#E69F00", "#56B4E9", "#999999", "#0072B2", "#009E73")
+
+
+def draw(own: pd.DataFrame, differences: Differences, variants: Sequence[Variant], margin: float) -> list[Figure]:
+    """Figures of each device and of all. differences: `loss_parity.differences`; the first variant is the baseline."""
+    figures = [
+        f
+        for device, table in own.groupby("device", sort=True)
+        for f in _draw_device(str(device), table, differences, variants, margin)
+    ]
+    return figures + _draw_devices(own, differences, variants, margin)
+
+
+def _draw_device(
+    device: str, table: pd.DataFrame, differences: Differences, variants: Sequence[Variant], margin: float
+) -> list[Figure]:
+    from repro.report import style
+
+    table = table[table["corpus"] == "moving-shapes"]
+    curves = table[table["metric"].str.startswith("curve_at_")]
+    if curves.empty:
+        return []
+    samples, bins = int(table["samples"].max()), curves["metric"].nunique()
+    figure, axes = style.subplots(2, 1, 2.4)
+    top, bottom = axes[:, 0]
+    named = {v: f"{style.label(v[0])}, {v[1]}, {v[2].replace('_', ' ')}" for v in variants}
+    for i, (variant, color) in enumerate(zip(variants, COLORS, strict=False)):
+        own = curves[_of(curves, variant)]
+        if own.empty:
+            continue
+        by_seed = own.assign(k=own["metric"].str.removeprefix("curve_at_").astype(int))
+        by_seed = by_seed.pivot_table(index="k", columns="seed", values="value").sort_index()
+        x = (by_seed.index.to_numpy() + 0.5) * samples / bins
+        top.plot(x, by_seed.mean(axis=1), color=color, lw=1.2, label=named[variant])
+        top.fill_between(x, by_seed.min(axis=1), by_seed.max(axis=1), color=color, alpha=0.12, linewidth=0)
+        if i:
+            each = differences(table, variant)
+            bottom.plot(each, np.full(each.size, i), "o", color=color, ms=4)
+    top.set(xlabel="samples seen", ylabel="training loss", xlim=(0, samples), ylim=(0, None))
+    for end in (-margin, margin):
+        bottom.axvline(end, color=style.GREY, ls="--")
+    bottom.axvline(0, color=style.BLACK, linewidth=0.8)
+    bottom.set_yticks(range(1, len(variants)), [named[v] for v in variants[1:]])
+    bottom.set_ylim(len(variants) - 0.5, 0.5)
+    bottom.set_xlabel("final loss over the baseline's, %")
+    bottom.grid(axis="y", visible=False)
+    style.legend(figure, ["measured"], axes=[top])
+    caption = (
+        f"Loss at equal samples on {device}: a small model on procedural moving shapes. Above: mean over seeds with "
+        f"their range. Below: a point a seed, against {named[variants[0]]}; equivalent where the 95% interval of the "
+        f"mean lies within {margin:g}% (dashed)."
+    )
+    return [Figure(f"loss_parity-{device}", figure, caption, ("T5",))]
+
+
+def _draw_devices(
+    own: pd.DataFrame, differences: Differences, variants: Sequence[Variant], margin: float
+) -> list[Figure]:
+    """Final differences on all devices."""
+    import pandas as pd
+
+    from repro.report import devices
+
+    found = []
+    for device, table in own.groupby("device", sort=True):
+        for variant in variants[1:]:
+            each = differences(table, variant)
+            if each.size:
+                ends = {"ci_low": each.min(), "ci_high": each.max()}
+                row = f"{variant[0]}, {variant[1]}\n{variant[2]}"
+                found.append({"device": device, "row": row, "kind": "measured", "value": each.mean(), **ends})
+    panel = pd.DataFrame(found, columns=["device", "row", "kind", "value", "ci_low", "ci_high"])
+    if not devices.several(panel):
+        return []
+    name = "final loss over the baseline's, %"
+    figure = devices.dots({name: panel}, {name: (f"margin: {margin:g}%", margin)})
+    return [
+        Figure("loss_parity-devices", figure, "Final held-out loss on each device; bars: range over seeds.", ("T5",))
+    ]
+
+
+def _of(table: pd.DataFrame, variant: Variant) -> pd.Series:
+    policy, adaln, weighting = variant
+    return (table["policy"] == policy) & (table["adaln"] == adaln) & (table["weighting"] == weighting)
