@@ -85,6 +85,8 @@ def check(figure: registry.Figure) -> None:
 def test_figures_of_a_suite(name: str) -> None:
     rows = recorded(name)
     if not (rows["suite"] == name).any():
+        if name not in MADE_UP:
+            pytest.skip(f"no rows of {name} are recorded for a GPU, and none are made up here")
         rows = made_up(name)
     with style.context():
         figures = registry.load(name).draw(rows)
