@@ -153,7 +153,8 @@ def _kernels(run: Callable[[], object]) -> dict[str, float]:
         run()
     found: dict[str, float] = {}
     for event in profiler.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        annotation = getattr(event, "is_user_annotation", False)  # spans kernels that are there themselves
+        if event.device_type == torch.autograd.DeviceType.CUDA and not annotation:
             name = next((n for n, pattern in CLASSES if pattern.search(event.name)), "other")
             found[name] = found.get(name, 0.0) + event.time_range.elapsed_us() / 1e6
     return found
