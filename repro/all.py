@@ -22,7 +22,7 @@ from repro import runner, verdicts
 from repro import suite as registry
 from repro.measure.machine import Machine, read_machine
 from repro.names import unknown
-from repro.records import Store
+from repro.records import Store, files
 from repro.report import draw, html, tables
 from repro.suite import PROFILES, Profile
 
@@ -64,6 +64,7 @@ def main(
     """  # noqa: D301 - click reads the backspace: keep these lines
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     _check(profile, only, device, results)
+    _check_folders(results, figures)
     chosen_profile = cast(Profile, profile)
     store = Store(results)
     suites, errors = runner.load_suites()
@@ -118,6 +119,21 @@ def _check(profile: str, only: list[str] | None, device: str | None, results: Pa
     devices = Store(results).devices()
     if device is not None and device not in devices:
         raise typer.BadParameter(unknown("device", device, devices), param_hint="--device")
+
+
+def _check_folders(results: Path, figures: Path | None) -> None:
+    """Stop at the door where no results can be read or nothing can be written. Raises BadParameter."""
+    for option, folder in (("--results", results), ("--figures", figures)):
+        if folder is None:
+            continue
+        try:
+            files.require_target(folder / "file")
+        except OSError as error:
+            raise typer.BadParameter(str(error), param_hint=option) from error
+    for device in Store(results).devices():
+        for path in (*(results / device).glob("*.csv"), *(results / device).glob("runs.jsonl")):
+            if not path.is_file():
+                raise typer.BadParameter(f"{path} must be a file: move the folder away", param_hint="--results")
 
 
 def _machine(gpus: int | None) -> Machine:

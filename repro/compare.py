@@ -9,9 +9,10 @@ Exit codes: 0 compared, 1 something is slower (with --fail-on slower), 2 nothing
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -67,8 +68,9 @@ def main(
     """  # noqa: D301 - click reads the backspace: keep these lines
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
-        _check(figure, fail_on)
+        _check(figure, fail_on, threshold)
         sources = _sources(given, runs)
+        _check_targets(sources, {"--markdown": markdown, "--csv": csv, "--figure": figure})
         _check_names(sources, suite or (), metric or ())
         share = threshold / 100
         comparison = compare_cells.compare(sources, suite or (), metric or (), share)
@@ -89,7 +91,9 @@ def main(
         raise typer.Exit(1)
 
 
-def _check(figure: Path | None, fail_on: str | None) -> None:
+def _check(figure: Path | None, fail_on: str | None, threshold: float) -> None:
+    if not math.isfinite(threshold):
+        raise SourceError(f"--threshold must be finite, got {threshold}")
     if fail_on not in (None, "slower"):
         raise SourceError(f"--fail-on knows slower only, got {fail_on!r}")
     if figure is not None:
@@ -97,6 +101,17 @@ def _check(figure: Path | None, fail_on: str | None) -> None:
 
         if figure.suffix.lower() not in KINDS:
             raise SourceError(f"--figure must end in {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {str(figure)!r}")
+
+
+def _check_targets(sources: Sequence[Source], targets: Mapping[str, Path | None]) -> None:
+    """Raise SourceError for one file asked for twice or one that would replace what is read, OSError for no file."""
+    wanted = {option: path.absolute() for option, path in targets.items() if path is not None}
+    for option, path in wanted.items():
+        if list(wanted.values()).count(path) > 1:
+            raise SourceError(f"{option} {path} is asked for twice: give both a name of their own")
+        if any(s.store is not None and s.store.root.absolute() in path.parents for s in sources):
+            raise SourceError(f"{option} {path} lies among the results that are read: give another place")
+        files.require_target(path)
 
 
 def _sources(given: Sequence[str] | None, runs: tuple[str, str] | None) -> list[Source]:

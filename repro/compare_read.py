@@ -241,12 +241,21 @@ def _samples(store: Store, device: str, suite: str, run_id: str) -> Samples:
 def _read_benchmarks(path: Path) -> Source:
     """Rows of a pytest-benchmark file: time in s a benchmark, and % of the stream in its group where there is one."""
     try:
-        content = json.loads(path.read_text())
-        machine, benchmarks = content["machine_info"], content["benchmarks"]
-        cases = [(b["fullname"], b.get("group"), b.get("extra_info", {}), b["stats"]) for b in benchmarks]
-        medians = [float(stats["median"]) for *_, stats in cases]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        return _of_benchmarks(path, json.loads(path.read_text(encoding="utf-8")))
+    except SourceError:
+        raise
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise SourceError(f"{path}: not written by pytest-benchmark: {type(error).__name__}: {error}") from error
+
+
+def _of_benchmarks(path: Path, content: Any) -> Source:
+    """The same of the file's content. Raises whatever its parts raise where they are of another kind."""
+    machine, benchmarks = content["machine_info"], content["benchmarks"]
+    cases = [(b["fullname"], b.get("group"), b.get("extra_info", {}), b["stats"]) for b in benchmarks]
+    medians = [float(stats["median"]) for *_, stats in cases]
+    wrong = [m for m in medians if not 0 < m < float("inf")]
+    if wrong:
+        raise ValueError(f"a median must be positive and finite, got {wrong[0]}")
     if not cases:
         raise SourceError(f"{path}: no benchmark in it")
     streams = {g: m for (_, g, extra, _), m in zip(cases, medians, strict=True) if extra.get("impl") == "stream" and g}
@@ -254,6 +263,7 @@ def _read_benchmarks(path: Path) -> Source:
     rows, recorded = [], {}
     for (name, group, extra, stats), median in zip(cases, medians, strict=True):
         case = {"benchmark": name, "impl": str(extra.get("impl", ""))}
+        key = case_key(case)
         head = {"device": "", "schema": 1, "run_id": run_id, "suite": BENCHMARKS, "profile": profile, **case}
         ends = {"ci_low": float(stats.get("q1", median)), "ci_high": float(stats.get("q3", median))}
         tail = {"n": int(stats.get("rounds", 1)), "kind": "measured", "source": ""}
@@ -264,7 +274,7 @@ def _read_benchmarks(path: Path) -> Source:
                 {**head, "metric": "ceiling", "unit": "%", "value": share, "ci_low": share, "ci_high": share, **tail}
             )
         if stats.get("data"):
-            recorded[BENCHMARKS, profile, "time", case_key(case)] = np.asarray(stats["data"], np.float64)
+            recorded[BENCHMARKS, profile, "time", key] = np.asarray(stats["data"], np.float64)
     cpu = machine.get("cpu", {})
     facts = {**machine.get("repro", {}), "cpu_name": cpu.get("brand_raw"), "cores": cpu.get("count")}
     device = str(facts.get("slug") or f"{machine.get('node', 'unknown')}: {cpu.get('brand_raw', 'unknown CPU')}")

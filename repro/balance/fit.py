@@ -47,8 +47,12 @@ class Observations:
     def __post_init__(self) -> None:
         if not self.batch.size == self.tokens.size == self.seconds.size == self.measured.size:
             raise ValueError("batch, tokens, seconds and measured must be equally long")
-        if not (self.seconds > 0).all():
-            raise ValueError(f"step times must be positive, got {self.seconds.min() if self.seconds.size else 'none'}")
+        wrong = self.seconds[~((self.seconds > 0) & np.isfinite(self.seconds))]
+        if wrong.size:
+            raise ValueError(f"step times must be positive and finite, got {wrong[0]}")
+        for name in ("batch", "tokens"):
+            if (getattr(self, name) < 1).any():
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name).min()}")
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,11 @@ class DualConstraint(_ReadyMade):
     m_comp: float
     p: float
 
+    def __post_init__(self) -> None:
+        for name in ("m_mem", "m_comp", "p"):
+            if not 0 < getattr(self, name) < np.inf:  # also catches NaN
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+
     def batch_sizes(self, tokens: npt.ArrayLike) -> IntArray:
         tokens = np.asarray(tokens, dtype=np.int64)
         # A relative 1e-9 keeps floor(m_comp / S^p) at n where m_comp was computed as n * S^p in floating point.

@@ -65,7 +65,7 @@ class ScheduleSampler:
     def __init__(
         self, policy: Policy, corpus: Corpus, layout: Layout, rank: int, seed: int = 0, weighting: Weighting = "sample"
     ) -> None:
-        if not 0 <= rank < layout.ranks:
+        if not isinstance(rank, Integral) or not 0 <= rank < layout.ranks:
             raise ValueError(f"rank must be in 0..{layout.ranks - 1}, got {rank}")
         self.policy, self.corpus, self.layout, self.rank = policy, corpus, layout, rank
         self.seed, self.weighting = seed, weighting

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "m_mem", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{name} must be at least 1 and whole, got {value!r}")
         if self.sync not in ("step", "micro_batch"):
             raise ValueError(f"sync must be 'step' or 'micro_batch', got {self.sync!r}")
         if self.protocol not in ("as_published", "matched"):

@@ -60,6 +60,7 @@ class Corpus:
 
     name: slug used in rows. source: where its statistics come from.
     shapes: the K buckets. tokens: int64 [K], S of each. bucket_of: int32 [N], bucket of sample id 0..N-1.
+    Raises ValueError for tokens that are not positive whole numbers, or a bucket that is none.
     """
 
     name: str
@@ -67,6 +68,16 @@ class Corpus:
     shapes: tuple[Shape, ...]
     tokens: npt.NDArray[np.int64]
     bucket_of: npt.NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        k = len(self.shapes)
+        if self.tokens.shape != (k,) or self.tokens.dtype.kind not in "iu" or (self.tokens < 1).any():
+            raise ValueError(f"tokens of {self.name} must be {k} whole numbers of at least 1, got {self.tokens[:8]}")
+        if self.bucket_of.size and not 0 <= self.bucket_of.min() <= self.bucket_of.max() < k:
+            raise ValueError(
+                f"bucket of every sample of {self.name} must be in 0..{k - 1}, got {self.bucket_of.min()} to "
+                f"{self.bucket_of.max()}"
+            )
 
     @property
     def samples(self) -> int:

@@ -147,9 +147,11 @@ class Checkpoints:
     def read_about(self, path: Path, model: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint is of. Raises CheckpointError for an unreadable one, or of another model than `model`."""
         try:
-            about = json.loads((path / _ABOUT).read_text())
+            about = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
             version, of = about["format"], dict(about["model"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if version == FORMAT:
+                _check_state(about)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
         if version != FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {version}, this reads {FORMAT}")
@@ -190,6 +192,17 @@ def _cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _check_state(about: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError where a description lacks what a run goes on from."""
+    dict(about["options"])
+    sampler = dict(about["sampler"])
+    dict(sampler["settings"]), str(sampler["corpus"]), str(sampler["schedule"])
+    numbers = {"step": about["step"], **{name: sampler[name] for name in ("seed", "epoch", "steps")}}
+    for name, value in numbers.items():
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
 
 
 def _random_state(rank: int) -> dict[str, Tensor]:

@@ -82,11 +82,15 @@ class StepCsv:
     def __init__(self, path: Path, first_step: int) -> None:
         kept: list[str] = []
         if path.exists():
-            header, *rows = path.read_text().splitlines() or [""]
+            header, *rows = path.read_text(errors="replace").splitlines() or [""]
             if header != ",".join(COLUMNS):
                 raise ValueError(f"{path} is no step log of this version: move it away")
             # A row cut off by a kill is of a step after the checkpoint, or whole but for its newline.
-            kept = [r for r in rows if r.count(",") == len(COLUMNS) - 1 and int(r.split(",", 1)[0]) < first_step]
+            whole = [r for r in rows if r.count(",") == len(COLUMNS) - 1]
+            strange = [r for r in whole if not r.split(",", 1)[0].isdecimal()]
+            if strange:
+                raise ValueError(f"{path} has a row that starts with {strange[0][:20]!r}, want a step: move it away")
+            kept = [r for r in whole if int(r.split(",", 1)[0]) < first_step]
         files.replace(path, "".join(f"{line}\n" for line in [",".join(COLUMNS), *kept]).encode())
         self._path = path
 

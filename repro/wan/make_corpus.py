@@ -20,7 +20,7 @@ from rich.progress import track
 from repro.corpus.shapes import Shape
 from repro.wan import haar, pictures
 from repro.wan.samples import word_embeddings
-from repro.wan.shards import ShardWriter
+from repro.wan.shards import ShardWriter, require_empty
 
 MIX: dict[Shape, float] = {
     Shape(1, 256, 256): 0.20,
@@ -82,8 +82,8 @@ def picture_size(shape: Shape) -> tuple[int, int, int]:
 @app.command(context_settings={"max_content_width": 100})
 def main(
     folder: Annotated[Path, typer.Argument(help="where the shards go; created")],
-    samples: Annotated[int, typer.Option(min=1, help="how many; 400 take about 375 MB")] = 400,
-    seed: Annotated[int, typer.Option(help="another seed cuts other clips")] = 0,
+    samples: Annotated[int, typer.Option(min=1, max=10**7, help="how many; 400 take about 375 MB")] = 400,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="another seed cuts other clips")] = 0,
 ) -> None:
     """Make a small corpus of real clips and photographs, encoded and captioned, for the trainer's --data.
 
@@ -95,8 +95,9 @@ def main(
     python -m repro.train --data clips/ --out runs/first
     """  # noqa: D301 - click reads the backspace: keep these lines
     try:
+        require_empty(folder)  # before sources are decoded, which takes seconds
         make(folder, load_sources(), MIX, samples, seed)
-    except (FileExistsError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
     size = sum(path.stat().st_size for path in folder.iterdir())
     typer.echo(f"{samples} samples, {size / 1e6:.0f} MB, in {folder}")

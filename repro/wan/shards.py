@@ -24,6 +24,7 @@ import torch
 
 from repro.balance.models import LATENT_CHANNELS, TEXT_WIDTH
 from repro.corpus.shapes import Corpus, Shape, Tokenizer
+from repro.records import files
 from repro.wan.samples import DataError, Samples, pad_prompt
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ HASHED_BYTES = 4 << 30
 """Folders up to this size have their checksums compared when they are opened; larger ones only their shards' sizes."""
 
 OPEN_SHARDS = 64
+_LARGEST = 1 << 20
+"""Frames, height or width from here on are a mistake."""
 
 
 class ShardWriter:
@@ -46,8 +49,7 @@ class ShardWriter:
 
     def __init__(self, folder: str | Path, name: str, source: str, shard_bytes: int = 64 << 20) -> None:
         self.folder, self.name, self.source, self.shard_bytes = Path(folder), name, source, shard_bytes
-        if (self.folder / INDEX).exists():
-            raise FileExistsError(f"{self.folder} already holds a corpus: choose another folder or delete it")
+        require_empty(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.samples = 0
         self._shapes: dict[Shape, int] = {}
@@ -193,19 +195,49 @@ class ShardedSamples:
             raise DataError(f"shard {path} is corrupt: its checksum is not the one in its index")
 
 
+def require_empty(folder: Path) -> None:
+    """Raise OSError where no corpus can be made: there is one already, or the folder is a file or below one."""
+    files.require_target(folder / INDEX)
+    if (folder / INDEX).exists():
+        raise FileExistsError(f"{folder} already holds a corpus: choose another folder or delete it")
+
+
 def _read_index(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the folder holds no corpus, or its making was interrupted")
     try:
-        index = json.loads(path.read_text())
-        version, shards = index["version"], index["shardlist"]
-        if version == VERSION and all(
-            len(s["buckets"]) == s["nsamples"] and {"url", "filesize", "sha256"} <= s.keys() for s in shards
-        ):
-            return index
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not an index of encoded samples: {error!r}") from error
-    raise DataError(f"{path} has version {version} (this release reads {VERSION}) or entries that do not add up")
+        index = json.loads(path.read_text(encoding="utf-8"))
+        version = index["version"]
+        wrong = "" if version != VERSION else _wrong(index)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is not an index of encoded samples: {type(error).__name__}: {error}") from error
+    if version != VERSION:
+        raise DataError(f"{path} has version {version!r}, this release reads {VERSION}")
+    if wrong:
+        raise DataError(f"{path} has {wrong}: copy it again or make the corpus anew")
+    return index
+
+
+def _wrong(index: Mapping[str, Any]) -> str:
+    """What of an index cannot be, in words; empty where all is well. Raises as its parts are taken out."""
+    shapes, shards = [tuple(s) for s in index["shapes"]], index["shardlist"]
+    if not (isinstance(index["name"], str) and isinstance(index["source"], str)):
+        return "a name or source that is no text"
+    for shape in shapes:
+        if len(shape) != 3 or not all(type(n) is int and n < _LARGEST for n in shape):
+            return f"a shape {list(shape)!r}, want three whole numbers below {_LARGEST:,}"
+        Tokenizer().tokens(Shape(*shape))
+    if not shards or not shapes or len(set(shapes)) != len(shapes):
+        return "no shard, no shape, or one shape twice"
+    for shard in shards:
+        buckets = shard["buckets"]
+        if len(buckets) != shard["nsamples"] or not all(type(b) is int and 0 <= b < len(shapes) for b in buckets):
+            return f"buckets of {shard['url']!r} that are not one of {len(shapes)} shapes for each sample"
+        if type(shard["filesize"]) is not int or not isinstance(shard["sha256"], str):
+            return f"no size or checksum of {shard['url']!r}"
+        if Path(shard["url"]).name != shard["url"]:
+            return f"a shard {shard['url']!r} that does not lie beside it"
+    return ""
 
 
 def _check(where: str, shape: Shape, latents: npt.NDArray[np.floating], text: npt.NDArray[np.floating]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.faults import doors
+from tests.faults import doors, doors_train, recorded_rows
 from tests.faults.cases import Case
 from tests.plan import recorded
 
@@ -22,13 +22,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded.write(tmp_path_factory.mktemp("faults") / "results")
 
 
-def everything(folder: Path) -> dict[str, bytes | None]:
-    """What lies in a folder, but for the locks that writers leave."""
-    return {
-        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
-        for p in folder.rglob("*")
-        if p.name != ".lock"
-    }
+def everything(folder: Path) -> dict[str, bytes]:
+    """Every file in a folder, but for the locks that writers leave; folders without files do not count."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 def invoke(app: typer.Typer, arguments: list[str]) -> tuple[int, str, BaseException | None]:
@@ -49,6 +45,13 @@ def test_a_command_refuses_in_one_line(
     arguments = [str(a) for a in case.given(tmp_path)]  # type: ignore[union-attr]
     if case.door == "repro.plan":
         arguments += ["--results", str(results)]
+    if case.door in ("repro.all", "repro.compare"):
+        recorded_rows.write(tmp_path / "results" / "acme-1")
+    if case.door == "repro.all" and "--results" not in arguments:
+        arguments += ["--results", "results"]
+    if case.door == "repro.train":
+        made_up = () if "--data" in arguments else doors_train.MADE_UP
+        arguments = [*map(str, doors_train.TINY), *made_up, *arguments]
     before = everything(tmp_path)
     code, told, raised = invoke(doors.COMMANDS[case.door], arguments)
     assert raised is None, f"{type(raised).__name__}: {raised}"
