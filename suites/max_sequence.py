@@ -177,7 +177,8 @@ def _draw_device(device: str, table: pd.DataFrame) -> list[Figure]:
         )
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
-        ax.set_title(f"{setting[0]}, {setting[1]} blocks, {setting[2]} checkpointing")
+        how = "no" if setting[2] == "none" else setting[2]
+        ax.set_title(f"{setting[0]}, {setting[1]} blocks, {how} checkpointing")
     axes[-1, 0].set_xlabel("GB at the peak")
     style.legend(figure, ["measured"], bars=True)
     caption = (
