@@ -50,11 +50,19 @@ _CALLED_BATCH = 50
 
 @dataclass(frozen=True)
 class Timing:
-    """samples_us: microseconds of one call, one value a sample. method: how. calls: input sets, or calls in a row."""
+    """samples_us: microseconds of one call, one value a sample. method: how. calls: input sets, or calls in a row.
+
+    Raises ValueError for a sample that no clock gives.
+    """
 
     samples_us: tuple[float, ...]
     method: Method
     calls: int
+
+    def __post_init__(self) -> None:
+        wrong = [s for s in self.samples_us if not 0 < s < math.inf]  # written so that NaN is one
+        if wrong:
+            raise ValueError(f"a sample of {wrong[0]} us is no time: something tampered with the clock")
 
 
 def set_count(set_bytes: int, device: torch.device) -> int:
