@@ -44,11 +44,11 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def main(
     model: Annotated[str, typer.Option(help="tiny, wan-1.3b or wan-14b")] = "wan-1.3b",
     layers: Annotated[int | None, typer.Option(min=1, max=1000, help="another depth than the model's")] = None,
-    init: Annotated[Path | None, typer.Option(help="folder of weights in Diffusers' format; else random")] = None,
-    data: Annotated[Path | None, typer.Option(help="folder of encoded samples (repro.wan.make_corpus)")] = None,
-    corpus: Annotated[str, typer.Option(help="made-up samples of this mix, if no --data")] = ("wan-uniform"),
+    init: Annotated[Path | None, typer.Option(help="folder of Diffusers weights; else random")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder of samples by repro.wan.make_corpus")] = None,
+    corpus: Annotated[str, typer.Option(help="mix of made-up samples")] = ("wan-uniform"),
     samples: Annotated[int, typer.Option(min=1, max=10**8, help="of the made-up corpus")] = 100_000,
-    mode: Annotated[str, typer.Option(help="baseline, adaptiveload or balanced")] = "balanced",
+    mode: Annotated[str, typer.Option(help="baseline, adaptiveload, balanced")] = "balanced",
     policy: Annotated[str | None, typer.Option(help="batch policy, if not the mode's")] = None,
     adaln: Annotated[str | None, typer.Option(help="AdaLN implementation, if not the mode's")] = None,
     m_mem: Annotated[
@@ -56,30 +56,26 @@ def main(
         typer.Option(
             min=1,
             max=10**9,
-            help="tokens a micro-batch may hold; else as calibrated, or 48000 (CPU: the longest sample)",
+            help="tokens a micro-batch holds; else calibrated",
         ),
     ] = None,
     calibrate: Annotated[
-        float | None, typer.Option(metavar="MINUTES", help="measure shapes first, and fit costs and limits to them")
+        float | None, typer.Option(metavar="MINUTES", help="measure shapes first; fit costs and limits")
     ] = None,
     token_budget: Annotated[
-        int | None, typer.Option(min=1, max=10**9, help="equal-token's, and M_comp follows from it; else M_mem")
+        int | None, typer.Option(min=1, max=10**9, help="equal-token's, M_comp follows; else M_mem")
     ] = None,
     m_comp: Annotated[float | None, typer.Option(min=1, help="of the dual constraint; else from costs")] = None,
     p: Annotated[float | None, typer.Option(min=0.1, help="exponent of the dual constraint; else from costs")] = None,
     costs: Annotated[str | None, typer.Option(help="device whose step times to use, if not this one's")] = None,
     micro_batches: Annotated[
         int,
-        typer.Option(
-            min=1, max=4096, help="a step and rank; matched: the samples of so many under equal_token with M_mem"
-        ),
+        typer.Option(min=1, max=4096, help="a step and rank; see --protocol"),
     ] = 1,
-    protocol: Annotated[
-        str, typer.Option(help="matched (as many samples a step under every policy) or as_published (one micro-batch)")
-    ] = "matched",
-    weighting: Annotated[str, typer.Option(help="sample (exact) or batch_mean")] = "sample",
-    sync: Annotated[str, typer.Option(help="ranks meet each micro_batch (sharded) or step")] = "micro_batch",
-    checkpointing: Annotated[str, typer.Option(help="of activations: none, selective or full")] = "full",
+    protocol: Annotated[str, typer.Option(help="matched (samples a step) or as_published")] = "matched",
+    weighting: Annotated[str, typer.Option(help="sample (exact), batch_mean")] = "sample",
+    sync: Annotated[str, typer.Option(help="micro_batch (sharded) or step: ranks meet")] = "micro_batch",
+    checkpointing: Annotated[str, typer.Option(help="none, selective, full")] = "full",
     compile_blocks: Annotated[bool, typer.Option("--compile", help="each transformer block")] = False,
     compute: Annotated[str | None, typer.Option(help="bf16 or master (fp32); else bf16 on GPUs")] = None,
     lr: Annotated[float, typer.Option(help="after warm-up")] = 1e-4,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 
@@ -65,7 +64,7 @@ class ScheduleSampler:
     def __init__(
         self, policy: Policy, corpus: Corpus, layout: Layout, rank: int, seed: int = 0, weighting: Weighting = "sample"
     ) -> None:
-        if not isinstance(rank, Integral) or not 0 <= rank < layout.ranks:
+        if not isinstance(rank, int | np.integer) or not 0 <= rank < layout.ranks:
             raise ValueError(f"rank must be in 0..{layout.ranks - 1}, got {rank}")
         self.policy, self.corpus, self.layout, self.rank = policy, corpus, layout, rank
         self.seed, self.weighting = seed, weighting
@@ -161,7 +160,7 @@ class ScheduleSampler:
 
 def _whole(state: Mapping[str, object], name: str) -> int:
     value = state.get(name)
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise ValueError(f"{name} of the state must be a whole number, got {value!r}")
     return int(value)
 
