@@ -199,17 +199,16 @@ def read_parquet(path: Path, wanted: Columns, rows: int = CHUNK_ROWS) -> Iterato
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ManifestError(f"{path} is not a Parquet file: {error}") from error
-    with file:
-        columns = _choose_once(path, file.schema_arrow.names, wanted)
-        first = 0
-        for batch in file.iter_batches(batch_size=rows, columns=list(columns.values())):
-            values = {f: batch.column(c).to_numpy(zero_copy_only=False) for f, c in columns.items()}
-            last = first + batch.num_rows
-            yield RawChunk(np.arange(first, last), _Places(path.name, range(first + 1, last + 1)), values)
-            first = last
+        with pq.ParquetFile(path) as file:
+            columns = _choose_once(path, file.schema_arrow.names, wanted)
+            first = 0
+            for batch in file.iter_batches(batch_size=rows, columns=list(columns.values())):
+                values = {f: batch.column(c).to_numpy(zero_copy_only=False) for f, c in columns.items()}
+                last = first + batch.num_rows
+                yield RawChunk(np.arange(first, last), _Places(path.name, range(first + 1, last + 1)), values)
+                first = last
+    except (pa.ArrowException, UnicodeDecodeError, LookupError) as error:
+        raise ManifestError(f"{path} is not a Parquet file, or a damaged one: {error}") from error
 
 
 def _undescribed(shard: Path, key: tuple[str, str]) -> tuple[str, Broken]:

@@ -110,11 +110,11 @@ def read_table(path: Path) -> Table:
     foreign = re.compile("[\udc80-\udcff]") if not _is_utf8(content[:end]) else None
     lines = [fields_of(line) for line in text.splitlines()]
     columns = lines[0] if lines else ()
-    names_differ = len(set(columns)) == len(columns)  # else nobody knows which of two cells is meant
+    wrong = _wrong_header(columns)
     rows, rejected = [], _set_aside(path)
     bad = []
     for number, fields in enumerate(lines[1:], start=2):
-        if len(fields) == len(columns) and names_differ and not (foreign and any(map(foreign.search, fields))):
+        if len(fields) == len(columns) and not wrong and not (foreign and any(map(foreign.search, fields))):
             rows.append(fields)
         elif any(fields):
             rejected.append((columns, _line(fields)))
@@ -124,9 +124,16 @@ def read_table(path: Path) -> Table:
         bad.append(len(lines) + 1)
     if bad:
         numbers = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        why = "" if names_differ else f": its header has {next(c for c in columns if columns.count(c) > 1)!r} twice"
-        warnings.warn(f"{path}: line {numbers} is no whole row and is left out{why}", stacklevel=2)
+        warnings.warn(f"{path}: line {numbers} is no whole row and is left out{wrong}", stacklevel=2)
     return Table(columns, tuple(rows), tuple(rejected), tail)
+
+
+def _wrong_header(columns: Sequence[str]) -> str:
+    """Why no row under this header can be read, in words; empty where they can."""
+    twice = [c for c in columns if columns.count(c) > 1]
+    if twice:
+        return f": its header has {twice[0]!r} twice"  # nobody knows which of two cells is meant
+    return "" if "".join(columns).isprintable() else ": its header is no text"
 
 
 def _is_utf8(content: bytes) -> bool:

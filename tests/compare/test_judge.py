@@ -47,10 +47,11 @@ def test_the_threshold_is_what_counts() -> None:
 
 
 def test_an_interval_beyond_the_threshold_needs_ranks_that_differ() -> None:
-    """Four against four, one of them beyond the others: medians differ, ranks hardly."""
-    before, after = np.array([1.0, 1.0, 1.0, 2.0]), np.array([1.2, 1.2, 1.2, 0.9])
+    """Twenty-two of thirty became slower and eight much faster: the median rose for sure, the ranks hardly."""
+    before, after = np.array([1.0] * 22 + [9.0] * 8), np.array([1.2] * 22 + [0.5] * 8)
     found = judge(before, after, "us", "case")
-    assert found.p > 0.05 and found.word == "AMBIGUOUS"
+    assert found.low > 1.1 and found.p > 0.05
+    assert found.word == "AMBIGUOUS" and found.why.startswith("p = ")
 
 
 @pytest.mark.parametrize(("counts", "why"), [((0, 40), "no samples"), ((3, 40), "3 samples"), ((40, 3), "3 samples")])

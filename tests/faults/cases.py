@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 KINDS = (
     "missing",
@@ -27,9 +26,6 @@ KINDS = (
 )
 """What is wrong with the input; the columns of the table in RELIABILITY.md."""
 
-Answer = Literal["refused", "left out"]
-"""refused: a one-line error, and exit code 2 of a command. left out: named in one line, and the rest goes on."""
-
 Arguments = Sequence[object]
 
 
@@ -46,7 +42,6 @@ class Case:
     name: str
     given: Callable[[Path], Arguments | Callable[[], object]]
     told: str
-    answer: Answer = "refused"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -37,7 +37,7 @@ def write(folder: Path, broken: Broken | None = None) -> Path:
 
 
 def _rows(kind: str, name: str, told: str, *lines: str | bytes, header: str = HEADER) -> Broken:
-    content = b"".join(x if isinstance(x, bytes) else x.encode() for x in (header, *lines))
+    content = b"".join(x if isinstance(x, bytes) else x.encode(errors="surrogateescape") for x in (header, *lines))
     return Broken(kind, name, "speed.csv", content, told)
 
 
@@ -71,6 +71,7 @@ FILES = [
     _rows("truncated", "the last line", LINE.format("3"), ROW, OTHER[:40]),
     _rows("truncated", "in the header", LINE.format("1"), header=HEADER[:30]),
     _rows("not UTF-8", "a cell", LINE.format("3"), ROW, OTHER.encode().replace(b"time", b"t\xff\xfe")),
+    _rows("not UTF-8", "the header", LINE.format("2"), ROW, header=HEADER.replace("tokens", "tok\udc80ens")),
     _rows("not UTF-8", "all of it", LINE.format("2"), HEADER.encode("utf-16"), header=""),
     _rows("wrong type", "a value in words", LEFT_OUT, _row("4.0,4.0,4.0", "many,4.0,4.0"), OTHER),
     _rows("wrong type", "half a sample", LEFT_OUT, _row(",30,", ",1.5,"), OTHER),
