@@ -197,7 +197,7 @@ def test_slow_communication_lowers_throughput(costs: Costs) -> None:
 
 @pytest.mark.parametrize("wrong", [{"ranks": 0}, {"micro_batches": 0}, {"memory_bytes": 0.0}, {"m_mem": 10}])
 def test_impossible_setups(wrong: dict[str, float]) -> None:
-    with pytest.raises(PlanError, match="must be (from 1 to|at least)"):
+    with pytest.raises(PlanError, match=r"must be (from 1 to|at least)"):
         setup(**wrong)  # type: ignore[arg-type]
 
 
