@@ -272,6 +272,8 @@ SLOW = """
 def test_what_is_measured_survives_an_interrupt_and_a_kill(checkout, name, code):
     checkout.suite("slow", SLOW.replace("signal.SIGNAL", f"signal.{name}"))
     program = (
+        # A shell starts its background jobs, and what they start, with SIGINT ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"import typer, suites; suites.__path__ = [{str(checkout.root / 'suites')!r}]\n"
         "from repro.all import main; typer.run(main)"
     )

@@ -101,6 +101,7 @@ def install(
 
 
 def test_gpu_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # where it is unset, that is told as unavailable too
     install(monkeypatch, [H200, H200], FakeNvml())
     m = read_machine()
     assert (m.slug, m.name, m.gpu_count, m.compute_capability, m.sm_count) == (
