@@ -24,7 +24,7 @@ STORE = Store(RESULTS)
 CELLS = 60
 """Cells that are recomputed of each suite and run, drawn by seed: all of them would take minutes."""
 OTHER_INTERVALS = {"throughput_measured"}
-"""Suites whose intervals are not those of their samples' median but of a rate over whole epochs: not recomputed here."""
+"""Suites whose intervals are of a rate over whole epochs, not of their samples' median: not recomputed here."""
 FILES = sorted(p for p in RESULTS.glob("*/samples/*/*.csv.gz") if p.parent.name not in OTHER_INTERVALS)
 
 

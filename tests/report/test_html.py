@@ -304,7 +304,7 @@ class TestRuns:
         assert f"commit {'c' * 12}" in html_runs.view({**record, "clean": True}, "d").line
 
     def test_a_command_keeps_no_folders_of_another_machine(self):
-        assert html_runs.command(["python", "-m", "repro.all", "--figures", "/somewhere/else/fig"]).endswith("--figures fig")
+        assert html_runs.command(["python", "-m", "repro.all", "--figures", "/elsewhere/fig"]).endswith("--figures fig")
 
 
 class TestClaims:
