@@ -9,7 +9,9 @@ Exit codes: 0 done, 1 something failed (the rest is done), 2 wrong usage, 130 in
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Annotated, cast
@@ -44,6 +46,9 @@ def main(
     gpus: Annotated[
         int | None, typer.Option(min=0, help="GPUs to use, which name the device; else one, or the CPU")
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="begin no case that would not be done so long after the start")
+    ] = None,
     results: Annotated[Path, typer.Option(help="folder of results", show_default=False)] = ROOT / "results",
     figures: Annotated[Path | None, typer.Option(help="folder of figures, if not beside the results")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
@@ -59,11 +64,14 @@ def main(
     python -m repro.all --no-measure         figures and verdicts from recorded rows, without PyTorch
     python -m repro.all --profile full       what verdicts use, on this GPU
     python -m repro.all --only kernel_speed --again
-    python -m repro.all --profile full --dry-run
+    python -m repro.all --profile full --minutes 9 --dry-run
     python -m repro.all --profile full --device nvidia-h200   simulate again from recorded rows
     """  # noqa: D301 - click reads the backspace: keep these lines
+    began = time.monotonic()
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     _check(profile, only, device, results)
+    if minutes is not None and not math.isfinite(minutes):
+        raise typer.BadParameter(f"must be a number of minutes, got {minutes}", param_hint="--minutes")
     _check_folders(results, figures)
     chosen_profile = cast(Profile, profile)
     store = Store(results)
@@ -78,8 +86,12 @@ def main(
         errors += unlisted
         if dry_run:
             console.print(runner.table(planned, machine, chosen_profile))
+            if minutes is not None:
+                for name, cases in runner.not_fitting(planned, 60 * minutes).items():
+                    console.print(Text(runner.left_out_line(name, cases), style="yellow"))
             _end(errors)
-        outcome = runner.measure(store, planned, machine, chosen_profile, _command(), console, debug)
+        deadline = None if minutes is None else began + 60 * minutes
+        outcome = runner.measure(store, planned, machine, chosen_profile, _command(), console, debug, deadline)
         if outcome.interrupted:
             console.print("Interrupted; what was measured is kept. The same command goes on from there.")
             raise typer.Exit(130)

@@ -167,11 +167,14 @@ def measure(
     command: Sequence[str],
     console: Console,
     debug: bool = False,
+    deadline: float | None = None,
 ) -> Outcome:
     """Measure and persist every case that is to do. A case that fails is reported and the others go on.
 
     machine: what the rows are about. Where its record holds `facts_of_run` it is a recorded one, not this one.
     debug: show the traceback of a failed case.
+    deadline: in seconds of `time.monotonic`. No case is begun that its estimate says would end later; nor those after
+    it in its suite, which are of less weight and may build on it.
     """
     outcome = Outcome()
     if not any(p.todo for p in planned):
@@ -186,7 +189,7 @@ def measure(
                     # what it is built from may have been measured a moment ago
                     p = replace(p, todo=_missing(store, p.suite, p.cases, run.device, profile))
                 advance.expect(p)
-                _measure_suite(store, run, p, machine, watch, outcome, console, debug, advance)
+                _measure_suite(store, run, p, machine, watch, outcome, console, debug, advance, deadline)
     except KeyboardInterrupt:
         outcome.interrupted = True
     finally:
@@ -206,11 +209,16 @@ def _measure_suite(
     console: Console,
     debug: bool,
     advance: _Advance,
+    deadline: float | None,
 ) -> None:
     skipped: Counter[str] = Counter()
     before = outcome.counts["measured"]
     inputs: pd.DataFrame | None = None
-    for case in p.todo:
+    for done, case in enumerate(p.todo):
+        if deadline is not None and time.monotonic() + case.seconds > deadline:
+            outcome.counts["left out"] += len(p.todo) - done
+            console.print(Text(left_out_line(p.name, p.todo[done:]), style="yellow"))
+            break
         advance.begin(p.name)
         try:
             if inputs is None or p.name in p.suite.NEEDS:
@@ -241,6 +249,25 @@ def _measure_suite(
     if p.todo:
         measured = outcome.counts["measured"] - before
         console.print(f"{p.name}: {measured} measured, {len(p.cases) - len(p.todo)} already recorded", highlight=False)
+
+
+def left_out_line(suite: str, cases: Sequence[Case]) -> str:
+    """For people: what of a suite there was no time for."""
+    key = ", ".join(f"{k}={v}" for k, v in cases[0].key.items())
+    told = f"{len(cases)} case{'s' if len(cases) > 1 else ''}, {_duration(sum(c.seconds for c in cases))} by estimate"
+    return f"{suite}: left out for want of time: {told}, the first of them ({key})"
+
+
+def not_fitting(planned: Sequence[Planned], seconds: float) -> dict[str, tuple[Case, ...]]:
+    """By suite, what `measure` would leave out with so many seconds to go, were all estimates right."""
+    found = {}
+    for p in planned:
+        for done, case in enumerate(p.todo):
+            if case.seconds > seconds:
+                found[p.name] = p.todo[done:]
+                break
+            seconds -= case.seconds
+    return found
 
 
 @contextmanager

@@ -376,3 +376,23 @@ def test_more_gpus_than_there_are_is_wrong_usage(checkout):
     refused = checkout.run("--gpus", "99", "--dry-run")
     assert refused.exit_code == 2
     assert "gpus=99" in refused.output and checkout.logged() == []
+
+
+def test_a_budget_of_minutes_begins_only_what_fits_and_says_what_it_left_out(checkout):
+    slow = (checkout.root / "suites" / "speed.py").read_text()
+    checkout.suite("speed", slow.replace("seconds=2.0", "seconds=2.0 if n < 2 else 2e4"))
+    done = checkout.run("--minutes", "60")
+    assert done.exit_code == 0, done.output
+    assert [line.split()[:2] for line in checkout.logged()] == [["speed", "1"], ["model", "after"]]
+    assert "speed: left out for want of time: 2 cases, 11:06:40 by estimate, the first of them (tokens=2)" in done.output
+    run = Store(checkout.results).runs(HERE)[-1]
+    assert (run["end"]["status"], run["end"]["cases"]) == ("finished", {"measured": 2, "left out": 2})
+    assert (checkout.figures / "report.html").exists()
+
+
+def test_a_dry_run_says_what_a_budget_would_leave_out(checkout):
+    done = checkout.run("--minutes", "0.08", "--dry-run")  # 4.8 s
+    assert "speed: left out for want of time: 1 case, 0:00:02 by estimate, the first of them (tokens=3)" in done.output
+    assert "model: left out" in done.output, "1 s, and 0.8 s are left"
+    for wrong in ("-1", "nan", "inf"):
+        assert checkout.run("--minutes", wrong).exit_code == 2
