@@ -384,7 +384,8 @@ def test_a_budget_of_minutes_begins_only_what_fits_and_says_what_it_left_out(che
     done = checkout.run("--minutes", "60")
     assert done.exit_code == 0, done.output
     assert [line.split()[:2] for line in checkout.logged()] == [["speed", "1"], ["model", "after"]]
-    assert "speed: left out for want of time: 2 cases, 11:06:40 by estimate, the first of them (tokens=2)" in done.output
+    told = done.output
+    assert "speed: left out for want of time: 2 cases, 11:06:40 by estimate, the first of them (tokens=2)" in told
     run = Store(checkout.results).runs(HERE)[-1]
     assert (run["end"]["status"], run["end"]["cases"]) == ("finished", {"measured": 2, "left out": 2})
     assert (checkout.figures / "report.html").exists()
