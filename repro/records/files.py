@@ -19,11 +19,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from repro.records.schema import Record, SchemaError, header, migrate, parameter_columns
 
 LOCK_SECONDS = 60.0
+_PARTIAL = ".partial"
+
+
+class WriteError(OSError):
+    """A file could not be written, and stands as it was; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,34 @@ class Table:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's write lock (`.lock`, released by the system when its holder dies)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with _named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = hold(folder, LOCK_SECONDS)
+        except Timeout as e:
+            raise WriteError(f"{folder} has been locked by another run for {LOCK_SECONDS:.0f} s: wait for it") from e
     try:
-        with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
-            yield
-    except Timeout as e:
-        raise TimeoutError(f"{folder} has been locked by another run for {LOCK_SECONDS:.0f} s: wait for it") from e
+        yield
+    finally:
+        lock.release()
+
+
+def hold(folder: Path, seconds: float) -> BaseFileLock:
+    """Take a folder's lock until it is released or this process ends. Raises Timeout after `seconds` in vain."""
+    lock = FileLock(folder / ".lock")
+    lock.acquire(timeout=seconds)
+    return lock
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What the system refuses inside becomes a WriteError that names `path`: a full disk's own message does not."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as e:
+        raise WriteError(f"{path} could not be written: {e.strerror or e}") from e
 
 
 def require_target(path: Path) -> None:
@@ -66,9 +93,14 @@ def require_target(path: Path) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a whole file atomically: a reader sees the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write a whole file atomically: a reader sees the old content or the new, never a part. Raises WriteError."""
+    with _named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, content)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(content)
@@ -84,18 +116,25 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append bytes in one write and sync; a failed write leaves the file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as f:
-        size = f.seek(0, os.SEEK_END)
-        try:
-            written = f.write(content)
-            if written != len(content):
-                raise OSError(f"{path}: wrote {written} of {len(content)} bytes; is the disk full?")
-            os.fsync(f.fileno())
-        except BaseException:
-            f.truncate(size)
-            raise
+    """Append bytes in one write and sync; a failed write leaves the file as it was. Raises WriteError."""
+    with _named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as f:
+            size = f.seek(0, os.SEEK_END)
+            try:
+                written = f.write(content)
+                if written != len(content):
+                    raise OSError(f"wrote {written} of {len(content)} bytes; is the disk full?")
+                os.fsync(f.fileno())
+            except BaseException:
+                f.truncate(size)
+                raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed writer left of a file that it never completed. The caller holds the lock."""
+    for partial in folder.glob(f".*{_PARTIAL}"):
+        partial.unlink(missing_ok=True)
 
 
 def read_table(path: Path) -> Table:
@@ -211,7 +250,9 @@ def reject(path: Path, rejected: Sequence[tuple[tuple[str, ...], str]]) -> None:
     """Set (columns, line) of lines of `path` aside, ahead of a rewrite without them. The caller holds the lock."""
     text = "".join(json.dumps({"columns": c, "line": line}) + "\n" for c, line in rejected)
     if text:
-        append(_rejected_path(path), text.encode())
+        aside = _rejected_path(path)
+        torn = aside.exists() and not aside.read_bytes().endswith(b"\n")  # by a kill: it must not spoil what follows
+        append(aside, ("\n" * torn + text).encode())
 
 
 def _set_aside(path: Path) -> list[tuple[tuple[str, ...], str]]:

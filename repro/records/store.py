@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,16 @@ _ID_TIME = "%Y%m%dT%H%M%S.%fZ"
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one command on one device. `id` sorts by start within a device."""
+    """One run of one command on one device. `id` sorts by start within a device.
+
+    began: `time.monotonic()` at its start, since the clock behind `started` may be set in between.
+    """
 
     id: str
     device: str
     profile: Profile
     started: datetime
+    began: float = field(default_factory=time.monotonic, compare=False)
 
 
 class Store:
@@ -62,13 +67,14 @@ class Store:
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
-        self._parsed: dict[Path, tuple[tuple[int, int], list[Record]]] = {}
+        self._parsed: dict[Path, tuple[tuple[int, ...], list[Record]]] = {}
 
     def start(self, machine: Machine, command: Sequence[str], seed: int | None, profile: Profile) -> Run:
-        """Open a run and record where it comes from: code, command, versions, machine."""
+        """Open a run and record where it comes from: code, command, versions, machine. Raises WriteError."""
         folder = self.root / machine.slug
         started = datetime.now(UTC)
         with files.locked(folder):
+            files.sweep(folder)
             known = _take_runs(folder)
             run = Run(_new_id(started, [r["run_id"] for r in known]), machine.slug, profile, started)
             record = {
@@ -87,10 +93,9 @@ class Store:
     def finish(self, run: Run, status: str, counts: Mapping[str, int], clocks: Mapping[str, Any]) -> None:
         """Complete the run's record: how it ended, counts of its cases, and clocks and throttle reasons after it."""
         folder = self.root / run.device
-        ended = datetime.now(UTC)
         end = {
-            "at": ended.isoformat(timespec="seconds"),
-            "seconds": round((ended - run.started).total_seconds(), 1),
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - run.began, 1),
             "status": status,
             "cases": dict(counts),
             "clocks": dict(clocks),
@@ -106,7 +111,8 @@ class Store:
     def append(self, run: Run, suite: str, case: Case, measurements: Sequence[Measurement]) -> None:
         """Persist one case: its raw samples, then all its rows in one write.
 
-        Raises SchemaError where a measurement breaks the format (`repro.records.schema.records`).
+        Raises SchemaError where a measurement breaks the format (`repro.records.schema.records`), WriteError where it
+        cannot be written: then no row of the case stands.
         """
         rows = records(run.id, suite, run.profile, case, measurements)
         folder = self.root / run.device
@@ -183,7 +189,7 @@ class Store:
         if not path.exists():
             return []
         stat = path.stat()
-        state = (stat.st_mtime_ns, stat.st_size)
+        state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)  # a clock set back may repeat a time
         if path not in self._parsed or self._parsed[path][0] != state:
             self._parsed[path] = (state, _current(path, files.read_table(path)))
         return self._parsed[path][1]
