@@ -4,15 +4,19 @@
     python -m repro.all --no-measure        figures and verdicts from the recorded rows, without PyTorch
     python -m repro.all --profile full      what verdicts use
 
-Exit codes: 0 done, 1 something failed (the rest is done), 2 wrong usage, 130 interrupted (what was measured is kept).
+Exit codes: 0 done, 1 something failed (the rest is done), 2 wrong usage, or a file that cannot be read or written (one
+line says which), 130 interrupted, 143 ended by SIGTERM. Whatever ends it, what was measured is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -26,7 +30,7 @@ from repro.measure.machine import Machine, read_machine
 from repro.names import unknown
 from repro.records import Store, files
 from repro.report import draw, html, tables
-from repro.suite import PROFILES, Profile
+from repro.suite import PROFILES, Profile, Suite
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -55,9 +59,9 @@ def main(
 ) -> None:
     """Measure what is missing on this machine, redraw the figures, judge the paper's claims.
 
-    Rows and run records go to results/<device>/, figures and report.html to figures/. Ctrl-C keeps what is measured,
-    and the same command goes on from there. Exit codes: 0 done, 1 something failed (the rest is done), 2 wrong usage,
-    130 interrupted.
+    Rows and run records go to results/<device>/, figures and report.html to figures/. Whatever ends it, what was
+    measured is kept, and the same command goes on from there. Exit codes: 0 done, 1 something failed (the rest is done),
+    2 wrong usage, or a file that cannot be read or written, 130 interrupted, 143 ended by SIGTERM.
 
     \b
     python -m repro.all                      the smoke profile: a minute or two on any machine
@@ -69,35 +73,66 @@ def main(
     """  # noqa: D301 - click reads the backspace: keep these lines
     began = time.monotonic()
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
-    _check(profile, only, device, results)
-    if minutes is not None and not math.isfinite(minutes):
-        raise typer.BadParameter(f"must be a number of minutes, got {minutes}", param_hint="--minutes")
-    _check_folders(results, figures)
-    chosen_profile = cast(Profile, profile)
-    store = Store(results)
-    suites, errors = runner.load_suites()
+    with _in_order(debug):
+        _check(profile, only, device, results)
+        if minutes is not None and not math.isfinite(minutes):
+            raise typer.BadParameter(f"must be a number of minutes, got {minutes}", param_hint="--minutes")
+        _check_folders(results, figures)
+        chosen_profile = cast(Profile, profile)
+        store = Store(results)
+        suites, errors = runner.load_suites()
 
-    if measure or dry_run:
-        machine = _recorded_machine(store, device) if device else _machine(gpus)
-        selected = runner.load_suites(only)[0] if only else suites
-        if device:
-            selected = {n: s for n, s in selected.items() if registry.is_simulated(s)}
-        planned, unlisted = runner.plan(store, selected, machine, chosen_profile, (only or suites) if again else ())
-        errors += unlisted
-        if dry_run:
-            console.print(runner.table(planned, machine, chosen_profile))
-            if minutes is not None:
-                for name, cases in runner.not_fitting(planned, 60 * minutes).items():
-                    console.print(Text(runner.left_out_line(name, cases), style="yellow"))
-            _end(errors)
-        deadline = None if minutes is None else began + 60 * minutes
-        outcome = runner.measure(store, planned, machine, chosen_profile, _command(), console, debug, deadline)
-        if outcome.interrupted:
-            console.print("Interrupted; what was measured is kept. The same command goes on from there.")
-            raise typer.Exit(130)
-        errors += outcome.failed
+        if measure or dry_run:
+            machine = _recorded_machine(store, device) if device else _machine(gpus)
+            selected = runner.load_suites(only)[0] if only else suites
+            if device:
+                selected = {n: s for n, s in selected.items() if registry.is_simulated(s)}
+            planned, unlisted = runner.plan(store, selected, machine, chosen_profile, (only or suites) if again else ())
+            errors += unlisted
+            if dry_run:
+                console.print(runner.table(planned, machine, chosen_profile))
+                if minutes is not None:
+                    for name, cases in runner.not_fitting(planned, 60 * minutes).items():
+                        console.print(Text(runner.left_out_line(name, cases), style="yellow"))
+                _end(errors)
+            deadline = None if minutes is None else began + 60 * minutes
+            outcome = runner.measure(store, planned, machine, chosen_profile, _command(), console, debug, deadline)
+            errors += outcome.failed
+        _end(errors + _conclude(store, suites, figures or results.parent / "figures", debug))
 
-    folder = figures or results.parent / "figures"
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, with which schedulers and service managers announce the end: it ends a run as Ctrl-C does."""
+
+
+def _terminate(_number: int, _frame: object) -> None:
+    raise _Terminated
+
+
+@contextlib.contextmanager
+def _in_order(debug: bool) -> Iterator[None]:
+    """Inside, Ctrl-C, SIGTERM and what the system refuses (a full disk, a read-only folder) end in one line."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except KeyboardInterrupt as ended:
+        console.print("Interrupted; what was measured is kept. The same command goes on from there.")
+        raise typer.Exit(143 if isinstance(ended, _Terminated) else 130) from ended
+    except BrokenPipeError:  # of what reads the output: typer's own matter
+        raise
+    except OSError as error:
+        if debug:
+            raise
+        told = " ".join(str(error).split())
+        typer.echo(f"error: {told}; what was recorded before stands, and the same command goes on from there", err=True)
+        raise typer.Exit(2) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _conclude(store: Store, suites: dict[str, Suite], folder: Path, debug: bool) -> list[str]:
+    """Draw into `folder`, judge and report all that is recorded; a line for each thing that failed."""
+    results = store.root
     drawn, undrawn = draw.draw_all(store, suites, folder)
     chosen, rest, unjudged = verdicts.judge_all(store, suites)
     verdicts.write(chosen, rest, results)
@@ -110,11 +145,13 @@ def main(
     try:
         report = html.write(folder, store, suites, drawn, chosen, rest)
         console.print(f"Report: {report}", highlight=False, soft_wrap=True)
+    except OSError:
+        raise
     except Exception as e:
-        errors.append(f"report: not written: {type(e).__name__}: {e}")
+        undrawn.append(f"report: not written: {type(e).__name__}: {e}")
         if debug:
             console.print_exception()
-    _end([*errors, *undrawn, *unjudged])
+    return [*undrawn, *unjudged]
 
 
 def _check(profile: str, only: list[str] | None, device: str | None, results: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from repro import suite as registry
 from repro.measure.machine import Machine, read_clocks, throttle_watch
 from repro.measure.throttle import METRIC, Watch
 from repro.records import Run, Store, case_key
+from repro.records.files import WriteError
 from repro.suite import Case, CaseSkipped, Measurement, Profile, Suite
 
 THROTTLED = Measurement(METRIC, "flag", 1.0, 1.0, 1.0, 1)
@@ -67,7 +69,7 @@ class _Advance:
 
 @dataclass
 class Outcome:
-    """How measuring went. failed: a line a case that raised. interrupted: whether Ctrl-C ended it.
+    """How measuring went. failed: a line a case that raised.
 
     throttled: of each case that was measured on a slowed-down GPU twice, its suite, key and the reasons.
     """
@@ -75,7 +77,6 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
     throttled: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    interrupted: bool = False
 
 
 def load_suites(names: Iterable[str] | None = None) -> tuple[dict[str, Suite], list[str]]:
@@ -171,6 +172,8 @@ def measure(
 ) -> Outcome:
     """Measure and persist every case that is to do. A case that fails is reported and the others go on.
 
+    Raises WriteError where a case cannot be recorded, and KeyboardInterrupt; the run's record then says so.
+
     machine: what the rows are about. Where its record holds `facts_of_run` it is a recorded one, not this one.
     debug: show the traceback of a failed case.
     deadline: in seconds of `time.monotonic`. No case is begun that its estimate says would end later; nor those after
@@ -182,6 +185,11 @@ def measure(
     run = store.start(machine, command, None, profile)
     elsewhere = "facts_of_run" in machine.record
     watch = Watch(list) if elsewhere else throttle_watch(machine)
+
+    def finish(status: str) -> None:
+        clocks = {"unavailable": "computed elsewhere"} if elsewhere else read_clocks(machine.gpu_count)
+        store.finish(run, status, outcome.counts, {**clocks, "throttled": outcome.throttled})
+
     try:
         with _progress(planned, console) as advance:
             for p in planned:
@@ -191,11 +199,13 @@ def measure(
                 advance.expect(p)
                 _measure_suite(store, run, p, machine, watch, outcome, console, debug, advance, deadline)
     except KeyboardInterrupt:
-        outcome.interrupted = True
-    finally:
-        status = "interrupted" if outcome.interrupted else "failed" if outcome.failed else "finished"
-        clocks = {"unavailable": "computed elsewhere"} if elsewhere else read_clocks(machine.gpu_count)
-        store.finish(run, status, outcome.counts, {**clocks, "throttled": outcome.throttled})
+        finish("interrupted")
+        raise
+    except BaseException:
+        with contextlib.suppress(WriteError):  # what came first must be read
+            finish("failed")
+        raise
+    finish("failed" if outcome.failed else "finished")
     return outcome
 
 
@@ -232,6 +242,8 @@ def _measure_suite(
                 outcome.throttled.append({"suite": p.name, "case": dict(case.key), "reasons": why})
                 key = ", ".join(f"{k}={v}" for k, v in case.key.items())
                 console.print(Text(f"{p.name}: throttled twice, kept and marked ({key}): {', '.join(why)}", "yellow"))
+        except WriteError:  # the next case could not be recorded either
+            raise
         except CaseSkipped as e:
             skipped[str(e)] += 1
             outcome.counts["skipped"] += 1

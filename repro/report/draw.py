@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -56,6 +58,7 @@ def draw_all(store: Store, suites: Mapping[str, Suite], folder: Path) -> tuple[l
     """Draw and save what every suite with rows has to show; the figures, and one line for each suite that failed.
 
     With much to draw, suites are drawn in as many processes as there are cores; the bytes are the same.
+    Raises WriteError where a figure cannot be saved.
     """
     drawn: list[Drawn] = []
     errors: list[str] = []
@@ -74,15 +77,31 @@ def _draw_each(store: Store, suites: Mapping[str, Suite], folder: Path) -> Itera
             yield _draw_suite(store, name, suite, folder)
         return
     # processes that are started anew, not forked: this one may hold CUDA, and threads of numerical libraries
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin_worker) as pool:
         # what takes longest first, so that no core waits for it at the end
         order = sorted(suites, key=lambda name: recorded[name], reverse=True)
         jobs = {name: pool.submit(_draw_elsewhere, store.root, name, folder) for name in order}
-        for name, suite in suites.items():
-            try:
-                yield jobs[name].result()
-            except BrokenExecutor:  # a process was killed, most likely for memory: this one draws instead
-                yield _draw_suite(store, name, suite, folder)
+        try:
+            for name, suite in suites.items():
+                try:
+                    yield jobs[name].result()
+                except BrokenExecutor:  # a process was killed, most likely for memory: this one draws instead
+                    yield _draw_suite(store, name, suite, folder)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for what is being drawn, not for all
+
+
+def _begin_worker() -> None:
+    """A drawing process leaves Ctrl-C to the process that started it, and does not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _draw_elsewhere(root: Path, name: str, folder: Path) -> tuple[list[Drawn], str]:
@@ -90,7 +109,7 @@ def _draw_elsewhere(root: Path, name: str, folder: Path) -> tuple[list[Drawn], s
 
 
 def _draw_suite(store: Store, name: str, suite: Suite, folder: Path) -> tuple[list[Drawn], str]:
-    """Draw and save a suite's figures; what was drawn, and why not all of it."""
+    """Draw and save a suite's figures; what was drawn, and why not all of it. Raises WriteError."""
     drawn: list[Drawn] = []
     try:
         rows = rows_to_draw(store, [name, *other_needs(suite)])
@@ -100,6 +119,8 @@ def _draw_suite(store: Store, name: str, suite: Suite, folder: Path) -> tuple[li
                     save(figure.figure, folder, figure.name)
                     slow = throttle.told(rows[[figure.name.endswith(f"-{d}") for d in rows["device"]]])
                     drawn.append(Drawn(figure.name, figure.caption + (f" {slow}." if slow else ""), figure.claims))
+    except files.WriteError:  # nor can the next suite's be saved
+        raise
     except Exception as e:
         return drawn, f"{name}: not drawn: {type(e).__name__}: {e}"
     return drawn, ""
