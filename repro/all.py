@@ -60,8 +60,8 @@ def main(
     """Measure what is missing on this machine, redraw the figures, judge the paper's claims.
 
     Rows and run records go to results/<device>/, figures and report.html to figures/. Whatever ends it, what was
-    measured is kept, and the same command goes on from there. Exit codes: 0 done, 1 something failed (the rest is done),
-    2 wrong usage, or a file that cannot be read or written, 130 interrupted, 143 ended by SIGTERM.
+    measured is kept, and the same command goes on from there. Exit codes: 0 done, 1 something failed (the rest is
+    done), 2 wrong usage, or a file that cannot be read or written, 130 interrupted, 143 ended by SIGTERM.
 
     \b
     python -m repro.all                      the smoke profile: a minute or two on any machine
