@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 COLUMN_MM, POINTS = 89, 5
 """A printed column, and the smallest type that is readable there."""
 GPU = Machine("nvidia-h200", "NVIDIA H200", 1, (9, 0), 132, 150 << 30, 16, {})
+EIGHT = Machine("nvidia-h200", "NVIDIA H200", 8, (9, 0), 132, 150 << 30, 128, {})
 MADE_UP = {
+    "links": {"bus_bandwidth": "GB/s", "bandwidth_0_1": "GB/s", "bandwidth_1_0": "GB/s"},
     "peers": {"time": "us", "ceiling": "%", "over_best_peer": "x"},
     "shape_sweep": {"forward_backward": "ms", "peak_memory": "GB"},
     "trainer_mfu": {"hfu": "%", "share_of_block_stack": "%"},
@@ -50,7 +52,8 @@ def made_up(name: str) -> pd.DataFrame:
     """Every case of the full profile with values that differ by device."""
     rows = []
     for k, device in enumerate(("nvidia-h200", "nvidia-next"), start=1):
-        for i, case in enumerate(registry.load(name).cases("full", GPU)):
+        suite = registry.load(name)
+        for i, case in enumerate(suite.cases("full", GPU) or suite.cases("full", EIGHT)):
             for metric, unit in MADE_UP[name].items():
                 value = 10.0 * k + i % 7
                 ends = {"value": value, "ci_low": 0.9 * value, "ci_high": 1.1 * value, "n": 30}
