@@ -2,7 +2,8 @@
 
 `torch.distributed.checkpoint` writes every rank's shards into a hidden folder; when all are on disk the folder is
 renamed to `step-00001000`, and `latest` is replaced last. A run killed at any moment leaves its last complete
-checkpoint untouched. `about.json` in it says what it is of, so that a wrong one is refused before anything is loaded.
+checkpoint untouched. `about.json` in it says what it is of, so that a wrong one is refused before anything is loaded;
+`tensors.json` what lies where, so that nothing is read as a pickle (`repro.wan.checkpoint_index`).
 On several nodes the folder must be on a file system that they share.
 """
 
@@ -10,10 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import threading
-import zipfile
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -28,9 +27,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from repro.records import files
+from repro.wan import checkpoint_index
 from repro.wan.parallel import World
 
-FORMAT = 1
+FORMAT = 2
 _LATEST = "latest"
 _ABOUT = "about.json"
 
@@ -115,7 +115,7 @@ class Checkpoints:
     def _commit(self, done: Future[Any], partial: Path, name: str) -> None:
         """On the first rank, once all have written: make it visible, then the newest, then remove old ones."""
         try:
-            done.result()
+            checkpoint_index.write(partial, done.result())
             final = self.folder / name
             if final.exists():  # written before a return to an older one
                 shutil.rmtree(final)
@@ -169,14 +169,19 @@ class Checkpoints:
         Raises CheckpointError for files that are missing or damaged.
         """
         try:
-            metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            metadata = checkpoint_index.read(path)
             model_state, optimizer_state = get_state_dict(model, optimizer)
-            random = {k: v for k, v in _random_state(self.world.rank).items() if k in metadata}
+            random = {k: v for k, v in _random_state(self.world.rank).items() if k in metadata.state_dict_metadata}
             used = torch.zeros(2, used_bytes, dtype=torch.uint8)
             state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "used": used, **random}
-            dcp.load(state, checkpoint_id=path, process_group=self._group)
+            dcp.load(
+                state,
+                storage_reader=checkpoint_index.Reader(path, metadata),
+                planner=checkpoint_index.Planner(),
+                process_group=self._group,
+            )
             set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state["optimizer"])
-        except (CheckpointException, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        except (CheckpointException, OSError, ValueError) as error:
             reason = " ".join(str(error).split())[-300:]
             raise CheckpointError(
                 f"{path} is damaged: {type(error).__name__}: {reason}; remove that folder to go on from the one before"
