@@ -215,10 +215,11 @@ class Engine:
         skipped = any(row[7] for row in everyone) or not torch.isfinite(torch.tensor(norm)).item()
         if skipped and self.settings.on_nonfinite == "stop":
             raise self._nonfinite(micro_batches, bad)
-        lr = self.settings.lr_at(step)
+        own, lr = self.settings, self.settings.lr_at(step)
         if not skipped:
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                # All of them, since a checkpoint brings those of the run that made it.
+                group.update(lr=lr, betas=own.betas, eps=own.eps, weight_decay=own.weight_decay)
             self.optimizer.step()
         self.optimizer.zero_grad()
         ranks = tuple(RankStep(int(r[1]), int(r[2]), int(r[3]), r[4], r[5], int(r[6])) for r in everyone)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from repro.balance.types import MicroBatch
 from repro.wan import waiting
-from repro.wan.parallel import Parallelism, WorldError, join, parallelize
+from repro.wan.engine import Engine, OptimizerSettings
+from repro.wan.parallel import Parallelism, WorldError, join, leave, parallelize
 from repro.wan.waiting import WaitClock
-from tests.wan import parallel_ranks, ranks
+from tests.wan import parallel_ranks, ranks, standin
 
 
 @pytest.mark.parametrize("field", ["sync", "checkpointing", "compute"])
@@ -37,6 +39,22 @@ def test_every_form_trains_as_a_plain_loop_does():
 
 def test_a_loss_that_is_not_finite_stops_or_skips_on_all_ranks():
     ranks.run(parallel_ranks.non_finite, 2)
+
+
+def test_a_checkpoint_does_not_bring_its_optimizer_settings_along():
+    """Loading one replaces them in the parameter groups; a resumed run says that they changed, so they have to."""
+    world, settings = join("cpu"), OptimizerSettings(lr=1e-2, weight_decay=0.5, betas=(0.5, 0.6), warmup=0)
+    try:
+        after = []
+        for loaded in ({}, {"lr": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1.0}):
+            engine = Engine(standin.make(), standin.losses, Parallelism(compute="master"), settings, world)
+            engine.optimizer.param_groups[0].update(loaded)
+            for step in range(2):
+                engine.step(step, [MicroBatch(standin.SHAPES[0], (step,), (1.0,))], [4])
+            after.append([p.full_tensor() for p in engine.model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+    finally:
+        leave()
 
 
 class Passing:
