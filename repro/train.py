@@ -72,7 +72,9 @@ def main(
         int,
         typer.Option(min=1, max=4096, help="a step and rank; see --protocol"),
     ] = 1,
-    protocol: Annotated[str, typer.Option(help="matched (samples a step) or as_published")] = "matched",
+    protocol: Annotated[
+        str | None, typer.Option(help="matched (samples a step) or as_published; else the mode's")
+    ] = None,
     weighting: Annotated[str, typer.Option(help="sample (exact), batch_mean")] = "sample",
     sync: Annotated[str, typer.Option(help="micro_batch (sharded) or step: ranks meet")] = "micro_batch",
     checkpointing: Annotated[str, typer.Option(help="none, selective, full")] = "full",
@@ -123,7 +125,7 @@ def main(
                 m_comp=m_comp,
                 p=p,
                 micro_batches=micro_batches,
-                protocol=cast(Protocols, protocol),
+                protocol=MODES[mode].protocol_of(micro_batches) if protocol is None else cast(Protocols, protocol),
                 weighting=cast(Weighting, weighting),
                 calibrate=calibrate,
                 costs=costs,

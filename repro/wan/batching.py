@@ -14,6 +14,8 @@ from repro.balance.cost import UNIT, PowerCost, QuadraticCost, Range
 from repro.balance.fit import measured_cost
 from repro.balance.models import TEXT_TOKENS, ModelSize
 from repro.balance.policies import Policy
+from repro.balance.schedule import Layout
+from repro.balance.types import Protocols
 from repro.corpus.mixes import TOKEN_BUDGET
 from repro.corpus.shapes import Corpus, Shape, Tokenizer
 from repro.plan_file import one_device
@@ -25,16 +27,22 @@ NOMINAL_FLOPS = 1e15
 
 @dataclass(frozen=True)
 class Mode:
-    """A policy with an AdaLN implementation."""
+    """A policy with an AdaLN implementation, and the protocol of `Layout` that it is trained under."""
 
     policy: str
     adaln: str
+    protocol: Protocols
+
+    def protocol_of(self, micro_batches: int) -> Protocols:
+        """The protocol of so many micro-batches a step and rank: `as_published` means one."""
+        return self.protocol if micro_batches == 1 else "matched"
 
 
 MODES = {
-    "baseline": Mode("equal_token", "eager"),
-    "adaptiveload": Mode("dual_constraint", "fused"),
-    "balanced": Mode("balanced", "fused"),
+    # The paper mentions no gradient accumulation: one micro-batch a step and rank, whatever samples that gives.
+    "baseline": Mode("equal_token", "eager", "as_published"),
+    "adaptiveload": Mode("dual_constraint", "fused", "as_published"),
+    "balanced": Mode("balanced", "fused", "matched"),
 }
 
 
@@ -93,6 +101,22 @@ def make_policy(name: str, costs: Costs, corpus: Corpus, given: BatchLimits) -> 
         p=p,
         quadratic=UNIT * costs.quadratic.b / costs.quadratic.c if costs.quadratic.c else float("inf"),
     )
+
+
+def check(name: str, size: ModelSize, corpus: Corpus, given: BatchLimits, layout: Layout) -> None:
+    """Refuse, before anything is measured, limits that no cost makes fit the corpus.
+
+    Raises as `make_policy` and `Policy.checked_sizes`.
+    """
+    make_policy(name, flop_costs(size, corpus, ""), corpus, given).checked_sizes(corpus, layout)
+
+
+def limits_line(policy: Policy, m_mem: int) -> str:
+    """What bounds the batches, with the paper's M_comp where that is the rule."""
+    told = f"M_mem {m_mem:,} tokens"
+    if isinstance(policy, policies.DualConstraint):
+        told += f", M_comp {policy.m_comp:.4g} tokens^p, p {policy.p:.3f}"
+    return told
 
 
 def find_costs(store: Store, device: str, size: ModelSize, adaln: str, corpus: Corpus) -> Costs:

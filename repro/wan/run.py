@@ -68,7 +68,9 @@ class Batching:
             raise ValueError(unknown("policy", self.policy, policies.NAMES))
         if self.weighting not in get_args(Weighting):
             raise ValueError(f"weighting must be {' or '.join(get_args(Weighting))}, got {self.weighting!r}")
-        BatchLimits(1, self.token_budget, self.m_comp, self.p)  # refuses what it cannot hold before a model is made
+        # What these cannot hold is refused before a model is made.
+        BatchLimits(1, self.token_budget, self.m_comp, self.p)
+        Layout(1, 1, self.micro_batches, protocol=self.protocol)
         if self.calibrate is not None and not 0 < self.calibrate < math.inf:
             raise ValueError(f"calibrate must be positive and finite, got {self.calibrate} minutes")
 
@@ -181,6 +183,9 @@ def _engine_and_costs(run: Run, world: World, console: Console) -> tuple[Engine,
     given, size = run.batching, run.config.size
     cuda, corpus = world.device.type == "cuda", run.source.corpus
     default = TOKEN_BUDGET if cuda else int(corpus.tokens[corpus.counts > 0].max())
+    if given.calibrate is None or given.m_mem or not cuda:  # else M_mem is still to be found
+        limits = BatchLimits(given.m_mem or default, given.token_budget, given.m_comp, given.p)
+        batching.check(given.policy, size, corpus, limits, Layout(world.size, limits.m_mem))
     if given.calibrate is None:
         store = Store(given.results)
         if given.costs is not None:
@@ -224,6 +229,7 @@ def _introduction(run: Run, world: World, policy: Policy, costs: Costs, epochs: 
         f"{size.name}, {size.layers} layers, {size.parameters:,} parameters, {run.adaln} AdaLN, on "
         f"{world.size} x {_device_name(world)}",
         f"{policy.name} over {corpus.name} ({corpus.source}); costs: {costs.source}",
+        batching.limits_line(policy, epochs.layout.m_mem),
         *batching.batch_table(policy, corpus),
         epochs.report(),
         *_accumulation(run, epochs),
