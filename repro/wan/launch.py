@@ -5,7 +5,8 @@ and a model that is slow to make. `Ranks` starts the processes once and keeps th
 requests. They end when they are closed, when nothing was asked for `IDLE_SECONDS`, and when the process that started
 them dies.
 
-Requests and answers are JSON in a TCP store, which the asking process hosts.
+Requests and answers are JSON in a TCP store, which the asking process hosts. On several machines the others start their
+share of the ranks for it (`repro.wan.nodes`).
 """
 
 from __future__ import annotations
@@ -16,27 +17,25 @@ import importlib
 import itertools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from repro.wan.nodes import Leader
 from repro.wan.parallel import join, leave
+from repro.wan.rank_process import STORE, of_node
 
-IDLE_SECONDS = 3.0
-"""Without a request for as long, the ranks end: the next suite gets the GPUs to itself."""
+IDLE_SECONDS = 10.0
+"""Without a request for as long, the ranks end: the next suite gets the GPUs to itself. Between two cases of a suite
+lie rows, schedules and intervals, a second or two, which must not cost an engine and its solo times."""
 START_SECONDS = 120.0
-_STORE = "REPRO_RANKS_STORE"
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.02
-_LINES = 8
 
 
 class RanksError(RuntimeError):
@@ -51,37 +50,24 @@ class RanksError(RuntimeError):
 
 
 class Ranks:
-    """A process group of `count` ranks on this machine.
+    """A process group of `count` ranks on this machine, or on all that `leader` leads where they can share them evenly.
 
     device: "cuda", a GPU for each rank, or "cpu". Raises RanksError where they do not come up.
     """
 
-    def __init__(self, count: int, device: str) -> None:
+    def __init__(self, count: int, device: str, leader: Leader | None = None) -> None:
         self.count, self.device = count, device
-        self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        self._output = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 - as long as the ranks
-        self._children = [self._start(rank) for rank in range(count)]
+        self._leader = leader if leader is not None and leader.nodes.hosts(count) else None
+        nodes = self._leader.nodes if self._leader is not None else None
+        host = nodes.host if nodes is not None else _HOST
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._group = self._leader.start(count, device, self._store.port) if self._leader is not None else -1
+        self._children = of_node(count, device, (host, self._store.port), nodes=1 if nodes is None else nodes.count)
         self._asked = itertools.count()
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         atexit.register(self.close)
         self.ask(f"{__name__}:ready", {}, START_SECONDS)
-
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).resolve().parents[2])
-        environment = os.environ | {
-            _STORE: str(self._store.port),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.count),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(self.count),
-            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-        }
-        if self.device == "cpu":
-            environment["OMP_NUM_THREADS"] = "1"
-        output = self._output[rank]
-        command = [sys.executable, "-m", __name__, self.device]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
     @property
     def alive(self) -> bool:
@@ -94,8 +80,7 @@ class Ranks:
         Arguments and values are what JSON holds. Raises RanksError where a rank raises, dies, or is not done in time.
         """
         with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
+            self._stay()
             if not self._children:
                 raise RanksError("the ranks have ended: start others")
             number, deadline = next(self._asked), time.monotonic() + seconds
@@ -110,27 +95,38 @@ class Ranks:
             self._timer.start()
             return answers[0]
 
+    def keep(self) -> bool:
+        """Whether they can be asked; if so they wait for the next request, however long."""
+        with self._lock:
+            self._stay()
+            return self.alive
+
+    def _stay(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
     def _answer(self, number: int, rank: int, deadline: float, call: str) -> Any:
         while True:
-            for r, child in enumerate(self._children):  # first, since others fail when one is gone
+            for child in self._children:  # first, since others fail when one is gone
                 if child.poll() is not None:
-                    raise RanksError(f"rank {r} ended with code {child.returncode}: {self._last_lines(r)}")
+                    raise RanksError(child.told())
+            if self._leader is not None and (told := self._leader.ended(self._group)) is not None:
+                raise RanksError(told)
             for r in range(self.count):
                 if not self._store.check([f"answer/{number}/{r}"]):
                     continue
                 answer = json.loads(self._store.get(f"answer/{number}/{r}"))
                 if "error" in answer:
+                    if self._leader is not None and (told := self._leader.ended(self._group, failed=True)) is not None:
+                        raise RanksError(told)
                     raise RanksError(f"rank {r}: {answer['raised']}: {answer['error']}", answer["raised"])
                 if r == rank:
                     return answer["value"]
             if time.monotonic() > deadline:
-                raise RanksError(f"rank {rank} was not done with {call} in time: {self._last_lines(rank)}")
+                here = next((child for child in self._children if child.rank == rank), None)
+                told = here.last_lines() if here is not None else "it lives on another node"
+                raise RanksError(f"rank {rank} was not done with {call} in time: {told}")
             time.sleep(_POLL_SECONDS)
-
-    def _last_lines(self, rank: int) -> str:
-        with open(self._output[rank].fileno(), "rb", closefd=False) as file:
-            file.seek(0)
-            return " | ".join(file.read().decode(errors="replace").split("\n")[-_LINES:]).strip(" |") or "no output"
 
     def close(self) -> None:
         """End them; safe to call again."""
@@ -138,25 +134,39 @@ class Ranks:
             self._end()
 
     def _end(self) -> None:
+        if self._leader is not None and self._children:
+            self._leader.stop(self._group)
         for child in self._children:
-            child.kill()  # nothing of theirs is worth saving, and one may be stuck in a collective
-        for child in self._children:
-            child.wait()
+            child.end()
         self._children = []
         atexit.unregister(self.close)
 
 
 _current: Ranks | None = None
+_leader: Leader | None = None
+
+
+def lead(leader: Leader | None) -> None:
+    """Spread ranks over the machines that `leader` leads, from now on; None: over this one alone."""
+    global _current, _leader
+    if _current is not None:
+        _current.close()
+    _current, _leader = None, leader
 
 
 def ranks(count: int, device: str) -> Ranks:
     """The running ranks if there are as many on that kind of device, else new ones in their place."""
     global _current
-    if _current is None or not _current.alive or (_current.count, _current.device) != (count, device):
+    if _current is None or (_current.count, _current.device) != (count, device) or not _current.keep():
         if _current is not None:
             _current.close()
-        _current = Ranks(count, device)
+        _current = Ranks(count, device, _leader)
     return _current
+
+
+def patience(seconds: float) -> float:
+    """Seconds after which ranks that were to take `seconds` are given up: they hang, and other cases wait."""
+    return 60 + 3 * seconds
 
 
 def ready(_world: object) -> bool:
@@ -166,7 +176,8 @@ def ready(_world: object) -> bool:
 
 def _serve(device: str) -> None:
     """A rank's life: requests in their order, until the asking process is gone."""
-    connect = functools.partial(dist.TCPStore, _HOST, int(os.environ[_STORE]), is_master=False)
+    host, _, port = os.environ[STORE].rpartition(":")
+    connect = functools.partial(dist.TCPStore, host, int(port), is_master=False)
     # Two connections: waiting on one blocks it, and the process group uses its own in the background.
     requests = connect(timeout=timedelta(days=1))
     world = join(device, dist.PrefixStore("group", connect()))

@@ -1,0 +1,178 @@
+"""Several machines that measure as one: the first leads, asks and writes; the others lend it their ranks.
+
+Every machine (node) runs the same command with its own number. The leading one hosts a TCP store at the rendezvous,
+through which it tells the others which ranks to start and when to end them. They end with it, and their ranks with
+them. Of the ranks of a group, as many consecutive ones live on every node, the first ones on the leading node.
+
+Imports PyTorch only where nodes talk, so that a plan for two nodes can be shown without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from repro.wan.rank_process import RankProcess
+
+JOIN_SECONDS = 600.0
+"""How long nodes wait for each other at the start."""
+LEAVE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+
+
+class NodesError(RuntimeError):
+    """Nodes did not come, do not fit each other, or the leading one is gone; the message is what the user reads."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This machine among `count`. rank: 0 leads. host, port: of the leading one, as all of them reach it."""
+
+    count: int
+    rank: int
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, count: int, rank: int, rendezvous: str | None) -> Nodes | None:
+        """From what torchrun calls --nnodes, --node-rank and the endpoint, "host:port"; None for a single node.
+
+        Raises ValueError for what does not fit together.
+        """
+        if count == 1:
+            if rank or rendezvous:
+                raise ValueError("--node-rank and --rendezvous go with --nnodes of at least 2")
+            return None
+        if not 0 <= rank < count:
+            raise ValueError(f"--node-rank must lie in 0..{count - 1} for --nnodes {count}, got {rank}")
+        host, _, port = (rendezvous or "").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"--rendezvous must be host:port of node 0, as every node reaches it, got {rendezvous!r}")
+        return cls(count, rank, host, int(port))
+
+    def hosts(self, ranks: int) -> bool:
+        """Whether so many ranks are spread over all nodes; else they live on the leading one."""
+        return ranks % self.count == 0
+
+
+class Leader:
+    """What node 0 holds. about: facts of this machine that must be the others' too, name -> value.
+
+    joined: what each node said about itself, this one first. Raises NodesError where one does not come or differs.
+    """
+
+    def __init__(self, nodes: Nodes, about: Mapping[str, Any], seconds: float = JOIN_SECONDS) -> None:
+        import torch.distributed as dist
+
+        self.nodes = nodes
+        self._groups = itertools.count()
+        try:
+            self._store = dist.TCPStore(
+                nodes.host, nodes.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+            )
+            found = [json.loads(self._store.get(f"node/{rank}")) for rank in range(1, nodes.count)]
+        except dist.DistError as error:
+            raise NodesError(
+                f"not all of {nodes.count} nodes came to {nodes.host}:{nodes.port} within {seconds:g} s: start the "
+                f"same command with --node-rank 1 to {nodes.count - 1} on the others ({_line(error)})"
+            ) from error
+        self.joined = [dict(about), *found]
+        for rank, other in enumerate(self.joined):
+            different = [name for name, value in about.items() if other.get(name) != value]
+            if different:
+                told = ", ".join(f"{n} ({about[n]} here, {other.get(n)} there)" for n in different)
+                self.dismiss()
+                raise NodesError(f"node {rank} differs from node 0 in {told}: nodes must be alike")
+
+    def start(self, count: int, device: str, port: int) -> int:
+        """Have the others start their ranks of a group whose store is at `port` here. Returns the group's number."""
+        group = next(self._groups)
+        self._store.set(f"group/{group}", json.dumps({"count": count, "device": device, "port": port}))
+        return group
+
+    def ended(self, group: int, failed: bool = False) -> str | None:
+        """What a node said of a rank that has ended; None while all run.
+
+        failed: a rank has reported an error, which may be that another one is gone: then its node is given a moment.
+        """
+        until = time.monotonic() + (10 * _POLL_SECONDS if failed else 0.0)
+        while True:
+            for rank in range(1, self.nodes.count):
+                if self._store.check([f"ended/{group}/{rank}"]):
+                    return f"node {rank}: {self._store.get(f'ended/{group}/{rank}').decode()}"
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self, group: int) -> None:
+        """Have the others end their ranks of a group."""
+        self._store.set(f"stop/{group}", "")
+
+    def dismiss(self) -> None:
+        """All is measured: the others may go. Waits a little until they have heard it."""
+        import torch.distributed as dist
+
+        self._store.set("done", "")
+        try:
+            heard = [f"left/{rank}" for rank in range(1, self.nodes.count)]
+            self._store.wait(heard, timedelta(seconds=LEAVE_SECONDS))
+        except dist.DistError:
+            return  # a node that is gone already needs no telling
+
+
+def follow(nodes: Nodes, about: Mapping[str, Any], seconds: float = JOIN_SECONDS) -> None:
+    """A node's life that does not lead: ranks started and ended as node 0 says, until it is done.
+
+    Raises NodesError where node 0 does not come, or is gone before it is done.
+    """
+    import torch.distributed as dist
+
+    try:
+        store = dist.TCPStore(nodes.host, nodes.port, is_master=False, timeout=timedelta(seconds=seconds))
+    except dist.DistError as error:
+        raise NodesError(
+            f"no node 0 at {nodes.host}:{nodes.port} within {seconds:g} s: start it there, and let this machine reach "
+            f"that port ({_line(error)})"
+        ) from error
+    try:
+        store.set(f"node/{nodes.rank}", json.dumps(dict(about)))
+        for group in itertools.count():
+            while not store.check([f"group/{group}"]):
+                if store.check(["done"]):
+                    store.set(f"left/{nodes.rank}", "")
+                    return
+                time.sleep(_POLL_SECONDS)
+            _lend(nodes, store, group, json.loads(store.get(f"group/{group}")))
+    except dist.DistError as error:
+        raise NodesError(
+            f"node 0 is gone before it was done; what it measured is kept there ({_line(error)})"
+        ) from error
+
+
+def _lend(nodes: Nodes, store: dist.TCPStore, group: int, asked: Mapping[str, Any]) -> None:
+    """This node's ranks of a group, for as long as node 0 wants them."""
+    from repro.wan.rank_process import of_node
+
+    children: list[RankProcess] = []
+    try:
+        children = of_node(asked["count"], asked["device"], (nodes.host, asked["port"]), nodes.rank, nodes.count)
+        while not store.check([f"stop/{group}"]):
+            dead = next((child for child in children if child.poll() is not None), None)
+            if dead is not None and not store.check([f"ended/{group}/{nodes.rank}"]):
+                store.set(f"ended/{group}/{nodes.rank}", dead.told())
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for child in children:
+            child.end()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
