@@ -91,8 +91,8 @@ cudaError_t backward_workspace(const Problem& p, const Backward& args, size_t* b
   return with_types(args.x.type, args.dy.type, [&](auto types) {
     using T = decltype(types);
     const Plan plan = RowKernels<typename T::x, typename T::y>::backward_plan(p, args, device);
-    const int64_t blocks = plan.fits && !args.dtile ? plan.blocks : dtile_grid(p, device).n;
-    *bytes = static_cast<size_t>(p.batch * blocks * sums_of(args.residual()) * p.dim) * sizeof(float);
+    const int64_t partials = plan.fits && !args.dtile ? plan.partials() : dtile_grid(p, device).n;
+    *bytes = static_cast<size_t>(p.batch * partials * sums_of(args.residual()) * p.dim) * sizeof(float);
     return cudaSuccess;
   });
 }
@@ -100,9 +100,11 @@ cudaError_t backward_workspace(const Problem& p, const Backward& args, size_t* b
 namespace {
 
 // Its blocks may be placed while the kernel that writes the partial sums is still running.
-cudaError_t finish(const Problem& p, const Backward& args, int blocks, const Device& d) {
+cudaError_t finish(const Problem& p, const Backward& args, int partials, const Device& d) {
   const int sums = sums_of(args.residual()), wanted = args.gate.data != nullptr ? 3 : 2;
-  const int tiles = (wanted * p.dim + 31) / 32;
+  // Wide rows: few blocks of four features a thread, since blocks take time to start.
+  const int floats = p.dim % 4 != 0 ? 1 : 4;
+  const int tiles = (wanted * p.dim + 32 * floats - 1) / (32 * floats);
   const int64_t grid = p.batch * tiles;
   if (grid > 0x7fffffff) return cudaErrorInvalidValue;
   cudaLaunchAttribute overlap{};
@@ -114,8 +116,9 @@ cudaError_t finish(const Problem& p, const Backward& args, int blocks, const Dev
   config.stream = p.stream;
   config.attrs = &overlap;
   config.numAttrs = d.bulk ? 1 : 0;
-  return cudaLaunchKernelEx(&config, finish_gradients, static_cast<const float*>(args.workspace), blocks, sums, wanted,
-                            p.dim, tiles, Gradients{{args.dscale, args.dshift, args.dgate}});
+  return cudaLaunchKernelEx(&config, floats == 4 ? finish_gradients<4> : finish_gradients<1>,
+                            static_cast<const float*>(args.workspace), partials, sums, wanted, p.dim, tiles,
+                            Gradients{{args.dscale, args.dshift, args.dgate}});
 }
 
 }  // namespace
@@ -127,7 +130,7 @@ cudaError_t backward(const Problem& p, const Backward& args) {
     using T = decltype(types);
     using Kernels = RowKernels<typename T::x, typename T::y>;
     const Plan plan = Kernels::backward_plan(p, args, device);
-    int blocks = plan.blocks;
+    int partials = plan.partials();
     if (plan.fits) {
       if (cudaError_t e = Kernels::backward(args, p, plan, device)) return e;
     } else {
@@ -139,14 +142,14 @@ cudaError_t backward(const Problem& p, const Backward& args) {
     if (p.per_token) return cudaSuccess;
     if (args.dtile || !plan.fits) {
       const Tiles tiles = dtile_grid(p, device);
-      blocks = tiles.n;
+      partials = tiles.n;
       const int64_t grid = p.batch * tiles.d * tiles.n;
       if (grid > 0x7fffffff) return cudaErrorInvalidValue;
       backward_dtile<typename T::x, typename T::y><<<static_cast<unsigned>(grid), kScalarThreads, 0, p.stream>>>(
           args, static_cast<float*>(args.workspace), p.rows, p.dim, tiles.d, tiles.n);
       if (cudaError_t e = cudaGetLastError()) return e;
     }
-    return finish(p, args, blocks, device);
+    return finish(p, args, partials, device);
   });
 }
 

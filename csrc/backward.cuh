@@ -1,5 +1,5 @@
-// Backward in one pass over its inputs: dx (and dbranch), and per-block fp32 partial sums of the modulation's
-// gradients.
+// Backward in one pass over its inputs: dx (and dbranch), and fp32 partial sums of the modulation's gradients, one row
+// of them for each block or cluster of blocks.
 #pragma once
 
 #include "reduce.cuh"
@@ -7,16 +7,14 @@
 
 namespace adaln {
 
-// Upper bound of a block's size, which sets how many registers a thread may have (128, or 255).
-constexpr int backward_threads(int vectors, int elements) { return vectors * elements <= 16 ? 512 : 256; }
-
-// Sums over rows that a block keeps and writes to partial [B, blocks, kSums, D], in this order.
+// Sums over rows that a block keeps and writes to partial [B, blocks / cluster, kSums, D], in this order.
 enum Sum { kDscale = 0, kDshift = 1, kDgate = 2 };
 __host__ __device__ constexpr int sums_of(bool residual) { return residual ? 3 : 2; }
 
 // Sums = false leaves dscale and dshift to a separate reduction (the paper's D-tile).
-template <typename X, typename Y, int V, int R, bool Keep, bool Residual, bool PerToken, bool Sums>
-__global__ void __launch_bounds__(backward_threads(V, kElements<X, Y>))
+template <typename X, typename Y, int V, int R, bool Keep, bool Residual, bool PerToken, bool Sums, int Threads,
+          int Blocks>
+__global__ void __launch_bounds__(Threads, Blocks)
     backward_rows(const Backward a, float* const partial, const Loop loop) {
   constexpr int E = kElements<X, Y>;
   constexpr int kSums = sums_of(Residual);
@@ -25,52 +23,72 @@ __global__ void __launch_bounds__(backward_threads(V, kElements<X, Y>))
   static_assert(!PerToken || R == 1, "a row of modulations at a time");
   static_assert(!Residual || !Keep, "dh and branch are read after the barrier");
   extern __shared__ __align__(128) char shared[];
-  __shared__ __align__(16) float sums[2][16][2 * R];  // of g, and of g * xhat, by warp
+  __shared__ __align__(16) float sums[2][Threads / 32][2 * R];  // of g, and of g * xhat, by warp
 
   const int64_t sample = blockIdx.x / loop.blocks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, dim = loop.vectors * E;
-  constexpr int kX = 0, kDy = 1, kDh = 2, kBranch = 3;
+  // Without a gate nothing depends on the branch. Modulations are operands where each row has its own.
+  constexpr int kX = 0, kDy = 1, kDh = 2, kBranch = 3, kScale = Residual ? 4 : 2, kGate = 5;
   auto reader = [&] {
-    const Operand x = operand_of(a.x, sample, sizeof(X)), dy = operand_of(a.dy, sample, sizeof(Y));
+    const auto of = [&](const auto& t, int element) { return operand_of(t, sample, dim, element); };
+    const auto size = [](DType type) { return type == DType::f32 ? 4 : 2; };
+    const Operand x = of(a.x, sizeof(X)), dy = of(a.dy, sizeof(Y));
     if constexpr (Residual) {
-      // Without a gate nothing depends on the branch.
-      const Operand dh = operand_of(a.dh, sample, sizeof(X));
-      const Operand branch = operand_of(a.gate.data != nullptr ? a.branch : Tensor{}, sample, sizeof(Y));
-      return RowReader<E, V, R, Keep, sizeof(X), sizeof(Y), sizeof(X), sizeof(Y)>(loop, {x, dy, dh, branch}, shared);
+      const Operand dh = of(a.dh, sizeof(X)), branch = a.gate.data != nullptr ? of(a.branch, sizeof(Y)) : Operand{};
+      if constexpr (PerToken) {
+        const Operand scale = of(a.scale, size(a.scale.type)), gate = of(a.gate, size(a.gate.type));
+        return RowReader<E, V, R, Keep, 6>(loop, {x, dy, dh, branch, scale, gate}, shared);
+      } else {
+        return RowReader<E, V, R, Keep, 4>(loop, {x, dy, dh, branch}, shared);
+      }
+    } else if constexpr (PerToken) {
+      return RowReader<E, V, R, Keep, 3>(loop, {x, dy, of(a.scale, size(a.scale.type))}, shared);
     } else {
-      return RowReader<E, V, R, Keep, sizeof(X), sizeof(Y)>(loop, {x, dy}, shared);
+      return RowReader<E, V, R, Keep, 2>(loop, {x, dy}, shared);
     }
   }();
   const bool gated = Residual && a.gate.data != nullptr;
 
   // Of the features that this thread owns; per token they change with the row.
   float gain[V][E], gate[Residual ? V : 1][E];
-  const auto load_modulations = [&](int64_t row) {
+  const auto load_modulations = [&] {
     with_type(a.scale.type, [&](auto type) {
+      using T = decltype(type);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const int i = threadIdx.x + v * blockDim.x;
         if (i < loop.vectors) {
-          load_modulation<decltype(type)>(a.scale, sample, row, static_cast<int64_t>(i) * E, gain[v]);
+          if constexpr (PerToken) {
+            load_features(reader.template place<kScale, T>(0, v), gain[v]);
+          } else {
+            load_modulation<T>(a.scale, sample, 0, static_cast<int64_t>(i) * E, gain[v]);
+          }
         }
 #pragma unroll
         for (int e = 0; e < E; ++e) gain[v][e] = i < loop.vectors ? gain[v][e] + 1.0f : 0.0f;
       }
     });
-    if constexpr (Residual) {
-      if (!gated) return;
-      with_type(a.gate.type, [&](auto type) {
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const int i = threadIdx.x + v * blockDim.x;
-          if (i < loop.vectors) {
-            load_modulation<decltype(type)>(a.gate, sample, row, static_cast<int64_t>(i) * E, gate[v]);
-          }
-        }
-      });
-    }
   };
-  if constexpr (!PerToken) load_modulations(0);
+  const auto load_gates = [&] {
+    if (!gated) return;
+    with_type(a.gate.type, [&](auto type) {
+      using T = decltype(type);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int i = threadIdx.x + v * blockDim.x;
+        if (i >= loop.vectors) continue;
+        if constexpr (PerToken) {
+          load_features(reader.template place<kGate, T>(0, v), gate[v]);
+        } else {
+          load_modulation<T>(a.gate, sample, 0, static_cast<int64_t>(i) * E, gate[v]);
+        }
+      }
+    });
+  };
+  if constexpr (!PerToken) {
+    load_modulations();
+    if constexpr (Residual) load_gates();
+  }
 
   float sum_of[Sums ? kSums : 1][V][E];
 #pragma unroll
@@ -103,14 +121,12 @@ __global__ void __launch_bounds__(backward_threads(V, kElements<X, Y>))
   for (int buffer = 0; reader.valid(); buffer ^= 1) {
     const int64_t row = reader.first_row();
     const int count = reader.count();
-    if constexpr (PerToken) {
-      load_modulations(row);
-    }
     float mean[R], rstd[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) mean[r] = next_mean[r], rstd[r] = next_rstd[r];
     fetch(reader.group() + loop.blocks);
     reader.wait();
+    if constexpr (PerToken) load_modulations();
 
     Pack<X, E> x[R][V];
     Pack<Y, E> dy[R][V];
@@ -144,6 +160,7 @@ __global__ void __launch_bounds__(backward_threads(V, kElements<X, Y>))
     if (lane % (16 / R) == 0) sums[buffer][warp][lane / (16 / R)] = sum[0];
     __syncthreads();
     reader.refill();
+    if constexpr (Residual && PerToken) load_gates();
 
     float total[2 * R];
 #pragma unroll
@@ -212,21 +229,46 @@ __global__ void __launch_bounds__(backward_threads(V, kElements<X, Y>))
   launch_dependents();
 #endif
   if constexpr (Sums) {
-    float* const out = partial + static_cast<int64_t>(blockIdx.x) * kSums * dim;
+    const auto store_sums = [&](float* out) {
 #pragma unroll
-    for (int k = 0; k < kSums; ++k) {
+      for (int k = 0; k < kSums; ++k) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int i = threadIdx.x + v * blockDim.x;
-        if (i >= loop.vectors) continue;
+        for (int v = 0; v < V; ++v) {
+          const int i = threadIdx.x + v * blockDim.x;
+          if (i >= loop.vectors) continue;
 #pragma unroll
-        for (int e = 0; e < E; e += 4) {
-          const float* const s = &sum_of[k][v][e];
-          *reinterpret_cast<float4*>(out + k * dim + static_cast<int64_t>(i) * E + e) =
-              make_float4(s[0], s[1], s[2], s[3]);
+          for (int e = 0; e < E; e += 4) {
+            const float* const s = &sum_of[k][v][e];
+            *reinterpret_cast<float4*>(out + k * dim + i * E + e) = make_float4(s[0], s[1], s[2], s[3]);
+          }
         }
       }
+    };
+    int cluster = 1;
+#if ADALN_BULK
+    cluster = cluster_blocks();
+#endif
+    float* const out = partial + static_cast<int64_t>(blockIdx.x / cluster) * kSums * dim;
+    if (cluster == 1) {
+      store_sums(out);
+      return;
     }
+#if ADALN_BULK
+    // Added up through shared memory, in the order of the blocks; each of them writes its part of the row.
+    const float4* const own = reinterpret_cast<const float4*>(reader.scratch());
+    __syncthreads();
+    store_sums(reader.scratch());
+    cluster_meet();
+    for (int i = cluster_rank() * blockDim.x + threadIdx.x; i < kSums * dim / 4; i += cluster * blockDim.x) {
+      float4 sum = load_from_block(own + i, 0);
+      for (int rank = 1; rank < cluster; ++rank) {
+        const float4 s = load_from_block(own + i, rank);
+        sum.x += s.x, sum.y += s.y, sum.z += s.z, sum.w += s.w;
+      }
+      reinterpret_cast<float4*>(out)[i] = sum;
+    }
+    cluster_meet();  // nobody's memory goes while others read it
+#endif
   }
 }
 

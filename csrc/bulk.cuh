@@ -1,5 +1,5 @@
 // What sm_90 and newer have: one-dimensional bulk copies from global to shared memory (cp.async.bulk) that complete on
-// an mbarrier, and programmatic dependent launch.
+// an mbarrier, clusters of blocks that read each other's shared memory, and programmatic dependent launch.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +45,38 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
                    shared_address(shared)),
                "l"(global), "r"(bytes), "r"(shared_address(bar))
                : "memory");
+}
+
+// Blocks of this block's cluster, and its number among them; launched without clusters a block is one of its own.
+__device__ __forceinline__ int cluster_blocks() {
+  int n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ int cluster_rank() {
+  int n;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
+  return n;
+}
+
+// Meets all threads of the cluster; what they wrote to shared memory before is visible to all after.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+
+// What another block of the cluster has at the place of `own` in its shared memory.
+__device__ __forceinline__ float4 load_from_block(const float4* own, int rank) {
+  uint32_t address;
+  float4 v;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 
 // Lets a kernel that was launched as this one's dependent start; what it reads of ours it must still wait for.

@@ -69,68 +69,70 @@ struct ForwardChoice {
   int threads;  // upper bound of a block's size
 };
 
-// How the backward's row loop is laid out.
-struct Config {
+// A line of the backward's tables: for rows of at most `row_vectors` vectors, how the row loop is laid out.
+struct BackwardChoice {
+  int row_vectors;
   int vectors;  // that a thread owns in a row (V)
   int rows;     // an iteration (R)
   bool keep;
+  int threads;        // upper bound of a block's size
+  int blocks_per_sm;  // persistent blocks on a multiprocessor; with `threads` it sets the registers of a thread
   int stages;         // depth of the ring of rows in shared memory
-  int blocks_per_sm;  // persistent blocks on a multiprocessor
-};
-
-// A line of the backward's tables.
-struct BackwardChoice {
-  int row_vectors;
-  Config config;
+  int cluster;        // blocks that add up their partial sums before these are written
 };
 
 struct Plan {
   bool fits = false;  // the row kernels can take this problem
-  Config config{};
+  const BackwardChoice* choice = nullptr;
   int threads = 0;
-  int blocks = 0;  // of a sample
+  int stages = 0;
+  int cluster = 1;
+  int blocks = 0;  // of a sample, a multiple of the cluster
   int shared = 0;
+
+  int partials() const { return blocks / cluster; }  // rows of partial sums of a sample
 };
 
-// Blocks of a sample. One sample fills the device with one wave of persistent blocks; several share it, in the fewest
-// blocks a sample whose last wave leaves no more than a tenth of the device idle (or the least that any does).
-inline int blocks_of_sample(const Problem& p, const Config& c, const Device& d) {
-  const int64_t groups = (p.rows + c.rows - 1) / c.rows;
-  const int64_t slots = static_cast<int64_t>(d.multiprocessors) * c.blocks_per_sm;
-  if (p.batch == 1) return static_cast<int>(std::min(groups, slots));
+// Blocks of a sample, a multiple of `cluster`. One sample fills the device with one wave of persistent blocks; several
+// share it, in the fewest blocks a sample whose last wave leaves no more than a tenth of the device idle (or the least
+// that any does).
+inline int blocks_of_sample(const Problem& p, int rows, int blocks_per_sm, int cluster, const Device& d) {
+  const int64_t groups = (p.rows + rows - 1) / rows;
+  const int64_t slots = static_cast<int64_t>(d.multiprocessors) * blocks_per_sm;
+  const auto whole = [&](int64_t blocks) { return std::max<int64_t>(blocks / cluster, 1) * cluster; };
+  if (p.batch == 1) return static_cast<int>(whole(std::min(groups, slots)));
   const auto filled = [&](int64_t blocks) {
     const int64_t waves = (p.batch * blocks + slots - 1) / slots;
     return static_cast<double>(p.batch * blocks) / static_cast<double>(waves * slots);
   };
-  const int64_t first = std::max<int64_t>(1, slots / p.batch);
+  const int64_t first = whole(slots / p.batch);
   int64_t best = first;
-  for (int64_t blocks = first; blocks <= first + 15 && filled(best) < 0.9; ++blocks) {
+  for (int64_t blocks = first; blocks <= first + 15 && filled(best) < 0.9; blocks += cluster) {
     if (filled(blocks) > filled(best)) best = blocks;
   }
-  return static_cast<int>(std::min(groups, best));
+  return static_cast<int>(whole(std::min(groups, best)));
 }
 
 // row_bytes: bytes of a row over the operands that are read.
-inline Plan make_plan(const Problem& p, int elements, int row_bytes, const Config& c, const Device& d) {
+inline Plan make_plan(const Problem& p, int row_vectors, int row_bytes, const BackwardChoice& c, const Device& d) {
   Plan plan;
-  plan.config = c;
-  plan.threads = threads_for(p.dim / elements, c.vectors);
-  if (plan.threads > backward_threads(c.vectors, elements)) return plan;
-  // Narrow rows make small blocks: keep about as many threads on a multiprocessor as the tables' own rows do. Few rows
-  // are better spread over few blocks, each of which costs a partial sum.
+  plan.choice = &c;
+  plan.threads = threads_for(row_vectors, c.vectors);
+  // Narrower rows than the line's make smaller blocks, of which more fit. Few rows are better spread over few blocks,
+  // each of which costs a partial sum.
   const int64_t rows_per_sm = (p.batch * p.rows + d.multiprocessors - 1) / d.multiprocessors;
-  int64_t per_sm = std::max(c.blocks_per_sm, std::min(16, 384 / plan.threads));
+  int64_t per_sm = std::min(16, c.blocks_per_sm * c.row_vectors / row_vectors);
   per_sm = std::min(per_sm, (rows_per_sm + 7) / 8);
   if (d.bulk) {
-    const int own = 4096;  // the kernels' own arrays
+    const int own = 2048;  // the kernel's own arrays and what the driver keeps
     const int room = d.shared_per_block - kBarrierBytes - own;
-    plan.config.stages = std::min({c.stages, 16, room / (c.rows * row_bytes)});
-    if (plan.config.stages < 2) return plan;
-    plan.shared = kBarrierBytes + plan.config.stages * c.rows * row_bytes;
+    plan.stages = std::min({c.stages, 16, room / (c.rows * row_bytes)});
+    if (plan.stages < 2) return plan;
+    plan.cluster = c.cluster;
+    plan.shared = kBarrierBytes + plan.stages * c.rows * row_bytes;
     per_sm = std::min<int64_t>(per_sm, d.shared_per_multiprocessor / (plan.shared + own));
   }
-  plan.config.blocks_per_sm = static_cast<int>(std::max<int64_t>(per_sm, 1));
-  plan.blocks = blocks_of_sample(p, plan.config, d);
+  plan.blocks = blocks_of_sample(p, c.rows, static_cast<int>(std::max<int64_t>(per_sm, 1)), plan.cluster, d);
   plan.fits = true;
   return plan;
 }
@@ -166,10 +168,19 @@ cudaError_t launch_backward(const Backward& args, const Problem& p, const Plan& 
   }
   const int64_t grid = p.batch * plan.blocks;
   if (grid > 0x7fffffff) return cudaErrorInvalidValue;
-  const int64_t groups = (p.rows + plan.config.rows - 1) / plan.config.rows;
-  Kernel<<<static_cast<unsigned>(grid), plan.threads, plan.shared, p.stream>>>(
-      args, static_cast<float*>(args.workspace), {p.rows, groups, plan.blocks, plan.config.stages, p.dim / elements});
-  return cudaGetLastError();
+  const int64_t groups = (p.rows + plan.choice->rows - 1) / plan.choice->rows;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = plan.cluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(grid);
+  config.blockDim = plan.threads;
+  config.dynamicSmemBytes = plan.shared;
+  config.stream = p.stream;
+  config.attrs = &cluster;
+  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, Kernel, args, static_cast<float*>(args.workspace),
+                            Loop{p.rows, groups, plan.blocks, plan.stages, p.dim / elements});
 }
 
 }  // namespace adaln

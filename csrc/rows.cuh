@@ -24,30 +24,26 @@ struct Loop {
 
 constexpr int kBarrierBytes = 128;  // room for 16 mbarriers ahead of the ring
 
-// Rows of one tensor, from a sample's first on; no base where the tensor is absent, whose rows read as zeros.
+// Rows of one tensor, from a sample's first on; an absent tensor has no bytes, and its rows read as zeros.
 struct Operand {
-  const char* base;
-  int64_t row_bytes;  // distance between rows
+  const char* base = nullptr;
+  int64_t distance = 0;  // from row to row, bytes
+  int bytes = 0;         // of a row
 };
 
-__device__ __forceinline__ Operand operand_of(const Tensor& t, int64_t sample, int element) {
-  if (t.data == nullptr) return {nullptr, 0};
-  return {static_cast<const char*>(t.data) + sample * t.batch_stride * element, t.row_stride * element};
+// The rows of a sample of a tensor or of a modulation per token.
+template <typename T>
+__device__ __forceinline__ Operand operand_of(const T& t, int64_t sample, int dim, int element) {
+  if (t.data == nullptr) return {};
+  return {static_cast<const char*>(t.data) + sample * t.batch_stride * element, t.row_stride * element, dim * element};
 }
 
-// Brings groups of R rows of the operands, whose elements have `Sizes` bytes, to registers.
+// Brings groups of R rows of the operands to registers.
 //
 // Keep: phases before and after the block's barrier work on the same registers, and the stage is refilled at once.
 // Otherwise the second phase reads shared memory again, which frees registers and costs one stage of look-ahead.
-template <int E, int V, int R, bool Keep, int... Sizes>
+template <int E, int V, int R, bool Keep, int kOperands>
 class RowReader {
-  static constexpr int kOperands = sizeof...(Sizes);
-
-  __device__ static constexpr int element_bytes(int k) {
-    constexpr int sizes[] = {Sizes...};
-    return sizes[k];
-  }
-
  public:
   __device__ __forceinline__ RowReader(const Loop& loop, const Operand (&operands)[kOperands], char* shared)
       : loop_(loop), group_(blockIdx.x % loop.blocks) {
@@ -69,6 +65,10 @@ class RowReader {
   __device__ __forceinline__ int64_t group() const { return group_; }
   __device__ __forceinline__ int64_t first_row() const { return group_ * R; }
   __device__ __forceinline__ int count() const { return count_of(group_); }
+#if ADALN_BULK
+  // The ring's memory, free once every group has been read and the block has met.
+  __device__ __forceinline__ float* scratch() const { return reinterpret_cast<float*>(ring_); }
+#endif
 
   // Waits until the current group has arrived.
   __device__ __forceinline__ void wait() {
@@ -80,20 +80,25 @@ class RowReader {
   // Vector v of row r of operand K in the current group: zero past the sample's last row and the row's last vector.
   template <int K, typename T>
   __device__ __forceinline__ Pack<T, E> get(int r, int v) const {
-    static_assert(sizeof(T) == element_bytes(K), "not the operand's type");
     Pack<T, E> out;
-    const int i = threadIdx.x + v * blockDim.x;
-    if (operands_[K].base != nullptr && r < count() && i < loop_.vectors) {
-      const int offset = i * E * static_cast<int>(sizeof(T));
-#if ADALN_BULK
-      out.load_shared(ring_ + stage_ * stage_bytes() + R * row_bytes(K, true) + r * row_bytes(K) + offset);
-#else
-      out.load_shared(operands_[K].base + (first_row() + r) * operands_[K].row_bytes + offset);
-#endif
+    if (operands_[K].bytes != 0 && r < count() && threadIdx.x + v * blockDim.x < loop_.vectors) {
+      out.load_shared(place<K, T>(r, v));
     } else {
       out.zero();
     }
     return out;
+  }
+
+  // Where it lies.
+  template <int K, typename T>
+  __device__ __forceinline__ const T* place(int r, int v) const {
+    const int offset = (threadIdx.x + v * blockDim.x) * E * static_cast<int>(sizeof(T));
+#if ADALN_BULK
+    const char* const stage = ring_ + stage_ * R * bytes_ahead(kOperands);
+    return reinterpret_cast<const T*>(stage + R * bytes_ahead(K) + r * operands_[K].bytes + offset);
+#else
+    return reinterpret_cast<const T*>(operands_[K].base + (first_row() + r) * operands_[K].distance + offset);
+#endif
   }
 
   // Call once right after the block's barrier of an iteration: whatever stage everyone has done with is refilled.
@@ -129,35 +134,31 @@ class RowReader {
   }
 
 #if ADALN_BULK
-  // Bytes of a row of operand k in shared memory, or of a row of all operands ahead of it.
-  __device__ __forceinline__ int row_bytes(int k, bool ahead = false) const {
-    int size = ahead ? 0 : element_bytes(k);
+  // Bytes of a row of all operands ahead of k.
+  __device__ __forceinline__ int bytes_ahead(int k) const {
+    int bytes = 0;
 #pragma unroll
-    for (int j = 0; j < kOperands; ++j) size += ahead && j < k ? element_bytes(j) : 0;
-    return loop_.vectors * E * size;
+    for (int j = 0; j < kOperands; ++j) bytes += j < k ? operands_[j].bytes : 0;
+    return bytes;
   }
-  __device__ __forceinline__ int stage_bytes() const { return R * row_bytes(kOperands, true); }
 
   __device__ __forceinline__ void issue(int s, int64_t group) {
     if (group >= loop_.groups) return;
     const int n = count_of(group);
-    int bytes = 0;
-#pragma unroll
-    for (int k = 0; k < kOperands; ++k) bytes += operands_[k].base != nullptr ? n * row_bytes(k) : 0;
-    barrier_expect(bars_ + s, bytes);
+    barrier_expect(bars_ + s, n * bytes_ahead(kOperands));
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) {
       const Operand& o = operands_[k];
-      if (o.base == nullptr) continue;
-      char* const to = ring_ + s * stage_bytes() + R * row_bytes(k, true);
-      const char* const from = o.base + group * R * o.row_bytes;
-      if (R > 1 && o.row_bytes == row_bytes(k)) {
-        bulk_copy(to, from, n * row_bytes(k), bars_ + s);
+      if (o.bytes == 0) continue;
+      char* const to = ring_ + s * R * bytes_ahead(kOperands) + R * bytes_ahead(k);
+      const char* const from = o.base + group * R * o.distance;
+      if (R > 1 && o.distance == o.bytes) {
+        bulk_copy(to, from, n * o.bytes, bars_ + s);
         continue;
       }
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if (r < n) bulk_copy(to + r * row_bytes(k), from + r * o.row_bytes, row_bytes(k), bars_ + s);
+        if (r < n) bulk_copy(to + r * o.bytes, from + r * o.distance, o.bytes, bars_ + s);
       }
     }
   }

@@ -49,33 +49,50 @@ cudaError_t RowKernels<X, Y>::forward(const Forward& a, const Problem& p) {
 
 template <typename X, typename Y>
 cudaError_t RowKernels<X, Y>::backward(const Backward& a, const Problem& p, const Plan& plan, const Device& d) {
-  const Config& c = plan.config;
-#define ADALN_TRY(V, R, KEEP, RESIDUAL, TOKEN, SUMS)                                                         \
-  if (c.vectors == V && c.rows == R && c.keep == KEEP && a.residual() == RESIDUAL && p.per_token == TOKEN && \
-      (TOKEN || a.dtile != SUMS)) {                                                                          \
-    return launch_backward<&backward_rows<X, Y, V, R, KEEP, RESIDUAL, TOKEN, SUMS>>(a, p, plan, E, d);       \
+  const BackwardChoice& c = *plan.choice;
+#define ADALN_TRY(V, R, KEEP, THREADS, BLOCKS, RESIDUAL, TOKEN, SUMS)                                               \
+  if (c.vectors == V && c.rows == R && c.keep == KEEP && c.threads == THREADS && c.blocks_per_sm == BLOCKS &&       \
+      a.residual() == RESIDUAL && p.per_token == TOKEN && (TOKEN || a.dtile != SUMS)) {                             \
+    return launch_backward<&backward_rows<X, Y, V, R, KEEP, RESIDUAL, TOKEN, SUMS, THREADS, BLOCKS>>(a, p, plan, E, \
+                                                                                                     d);            \
   }
-#define ADALN_PLAIN(V, R, KEEP)             \
-  ADALN_TRY(V, R, KEEP, false, false, true) \
-  ADALN_TRY(V, R, KEEP, false, false, false)
+#define ADALN_PLAIN(V, R, KEEP, THREADS, BLOCKS)             \
+  ADALN_TRY(V, R, KEEP, THREADS, BLOCKS, false, false, true) \
+  ADALN_TRY(V, R, KEEP, THREADS, BLOCKS, false, false, false)
+#define ADALN_RESIDUAL(V, THREADS, BLOCKS)                   \
+  ADALN_TRY(V, 1, false, THREADS, BLOCKS, true, false, true) \
+  ADALN_TRY(V, 1, false, THREADS, BLOCKS, true, true, false)
+#define ADALN_TOKEN(V, THREADS, BLOCKS) ADALN_TRY(V, 1, false, THREADS, BLOCKS, false, true, false)
+  ADALN_PLAIN(2, 1, true, 256, 2)
+  ADALN_PLAIN(8, 1, false, 256, 1)
+  ADALN_TOKEN(4, 256, 1)
   if constexpr (E == 8) {
-    ADALN_PLAIN(2, 2, true)
-    ADALN_PLAIN(2, 1, true)
+    ADALN_PLAIN(2, 2, true, 128, 4)
+    ADALN_PLAIN(3, 2, false, 256, 1)
+    ADALN_PLAIN(4, 1, false, 256, 1)
+    ADALN_TOKEN(2, 128, 4)
+    ADALN_TOKEN(2, 256, 2)
+    ADALN_TOKEN(3, 256, 1)
   } else {
-    ADALN_PLAIN(3, 1, false)
+    ADALN_PLAIN(4, 1, true, 256, 1)
+    ADALN_PLAIN(4, 2, false, 320, 1)
+    ADALN_TOKEN(3, 128, 3)
+    ADALN_TOKEN(4, 320, 1)
+    ADALN_TOKEN(4, 512, 1)
   }
-  ADALN_PLAIN(3, 1, true)
-  ADALN_PLAIN(4, 1, false)
-  ADALN_PLAIN(8, 1, false)
-#undef ADALN_PLAIN
-  ADALN_TRY(3, 1, false, false, true, false)
-  ADALN_TRY(4, 1, false, false, true, false)
   if constexpr (sizeof(Y) <= sizeof(X)) {
-    ADALN_TRY(3, 1, false, true, false, true)
-    ADALN_TRY(4, 1, false, true, false, true)
-    ADALN_TRY(3, 1, false, true, true, false)
-    ADALN_TRY(4, 1, false, true, true, false)
+    ADALN_RESIDUAL(2, 192, 2)
+    ADALN_RESIDUAL(4, 256, 1)
+    if constexpr (E == 8) {
+      ADALN_RESIDUAL(1, 256, 2)
+    } else {
+      ADALN_RESIDUAL(4, 320, 1)
+      ADALN_RESIDUAL(4, 512, 1)
+    }
   }
+#undef ADALN_TOKEN
+#undef ADALN_RESIDUAL
+#undef ADALN_PLAIN
 #undef ADALN_TRY
   return cudaErrorInvalidConfiguration;
 }

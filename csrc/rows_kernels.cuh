@@ -11,16 +11,34 @@ constexpr ForwardChoice kForward16[] = {
     {192, 3, 2, 64}, {480, 5, 1, 96}, {640, 5, 1, 128}, {1280, 5, 1, 256}, {4096, 8, 1, 512}};
 constexpr ForwardChoice kForward32[] = {{384, 3, 1, 128}, {768, 4, 1, 192}, {1280, 4, 1, 320}, {4096, 8, 1, 512}};
 
-// Columns: row_vectors, {vectors, rows, keep, stages, blocks_per_sm}.
-constexpr BackwardChoice kBackward16[] = {{256, {2, 2, true, 2, 4}},
-                                          {512, {2, 1, true, 3, 2}},
-                                          {768, {3, 1, true, 2, 2}},
-                                          {1024, {4, 1, false, 2, 2}},
-                                          {2048, {8, 1, false, 2, 1}}};
-constexpr BackwardChoice kBackward32[] = {
-    {512, {3, 1, true, 3, 3}}, {768, {3, 1, false, 4, 2}}, {2048, {4, 1, false, 2, 2}}, {2048, {8, 1, false, 2, 1}}};
-// A residual or modulations per token: one row an iteration, whose other operands are read after the barrier.
-constexpr BackwardChoice kBackwardForms[] = {{768, {3, 1, false, 3, 1}}, {2048, {4, 1, false, 2, 1}}};
+// Columns: row_vectors, vectors, rows, keep, threads, blocks_per_sm, stages, cluster. The first line that is wide
+// enough and whose ring fits the device's shared memory counts.
+constexpr BackwardChoice kBackward16[] = {{192, 2, 2, true, 128, 4, 2, 2},  {256, 2, 2, true, 128, 4, 2, 2},
+                                          {384, 2, 1, true, 256, 2, 2, 2},  {512, 2, 1, true, 256, 2, 2, 2},
+                                          {768, 3, 2, false, 256, 1, 3, 1}, {1024, 4, 1, false, 256, 1, 2, 1},
+                                          {2048, 8, 1, false, 256, 1, 2, 1}};
+constexpr BackwardChoice kBackward32[] = {{384, 2, 1, true, 256, 2, 2, 2},
+                                          {1024, 4, 1, true, 256, 1, 3, 1},
+                                          {1280, 4, 2, false, 320, 1, 2, 1},
+                                          {2048, 8, 1, false, 256, 1, 2, 1}};
+// With a residual, whose other operands are read after the barrier.
+constexpr BackwardChoice kResidual16[] = {{192, 1, 1, false, 256, 2, 3, 2},
+                                          {256, 1, 1, false, 256, 2, 3, 2},
+                                          {384, 2, 1, false, 192, 2, 2, 2},
+                                          {1024, 4, 1, false, 256, 1, 3, 1}};
+constexpr BackwardChoice kResidual32[] = {{384, 2, 1, false, 192, 2, 2, 2},
+                                          {1024, 4, 1, false, 256, 1, 2, 1},
+                                          {1280, 4, 1, false, 320, 1, 2, 1},
+                                          {2048, 4, 1, false, 512, 1, 2, 1}};
+// With modulations per token: a row of them at a time, and no sums over rows.
+constexpr BackwardChoice kPerToken16[] = {{192, 2, 1, false, 128, 4, 3, 1},
+                                          {384, 2, 1, false, 256, 2, 2, 1},
+                                          {768, 3, 1, false, 256, 1, 3, 1},
+                                          {1024, 4, 1, false, 256, 1, 2, 1}};
+constexpr BackwardChoice kPerToken32[] = {{384, 3, 1, false, 128, 3, 2, 1},
+                                          {1024, 4, 1, false, 256, 1, 2, 1},
+                                          {1280, 4, 1, false, 320, 1, 2, 1},
+                                          {2048, 4, 1, false, 512, 1, 2, 1}};
 
 template <int N>
 const ForwardChoice* choose(const ForwardChoice (&table)[N], int row_vectors) {
@@ -31,10 +49,13 @@ const ForwardChoice* choose(const ForwardChoice (&table)[N], int row_vectors) {
 }
 
 template <int N>
-const Config& choose(const BackwardChoice (&table)[N], int row_vectors) {
-  int line = 0;
-  while (line < N - 1 && row_vectors > table[line].row_vectors) ++line;
-  return table[line].config;
+Plan choose(const BackwardChoice (&table)[N], const Problem& p, int row_vectors, int row_bytes, const Device& d) {
+  for (const BackwardChoice& line : table) {
+    if (row_vectors > line.row_vectors) continue;
+    const Plan plan = make_plan(p, row_vectors, row_bytes, line, d);
+    if (plan.fits) return plan;
+  }
+  return {};
 }
 
 // X: type of x and dx, Y: type of y and dy. Explicitly instantiated in rows_*.cu.
@@ -54,11 +75,13 @@ struct RowKernels {
   static Plan backward_plan(const Problem& p, const Backward& a, const Device& d) {
     if (!vectorizable(a.x, p, E) || !vectorizable(a.dy, p, E) || !vectorizable(a.scale)) return {};
     const int row_vectors = p.dim / E;
-    const bool forms = a.residual() || p.per_token;
-    const Config& config = forms    ? choose(kBackwardForms, row_vectors)
-                           : E == 4 ? choose(kBackward32, row_vectors)
-                                    : choose(kBackward16, row_vectors);
-    return make_plan(p, E, p.dim * static_cast<int>(sizeof(X) + sizeof(Y)) * (a.residual() ? 2 : 1), config, d);
+    int sizes = sizeof(X) + sizeof(Y);
+    if (a.residual()) sizes *= 2;
+    if (p.per_token) sizes += size_of(a.scale.type) + (a.residual() ? size_of(a.gate.type) : 0);
+    const auto plan = [&](const auto& table) { return choose(table, p, row_vectors, p.dim * sizes, d); };
+    if (a.residual()) return E == 4 ? plan(kResidual32) : plan(kResidual16);
+    if (p.per_token) return E == 4 ? plan(kPerToken32) : plan(kPerToken16);
+    return E == 4 ? plan(kBackward32) : plan(kBackward16);
   }
 
   static cudaError_t forward(const Forward& a, const Problem& p);

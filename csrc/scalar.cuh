@@ -131,37 +131,51 @@ __global__ void __launch_bounds__(kScalarThreads)
   out[dim + d] = dshift;
 }
 
-// Sums partial [B, blocks, sums, D] over the blocks in a fixed order, into the first `wanted` gradients [B, D].
+// Sums partial [B, partials, sums, D] over the partials in a fixed order, into the first `wanted` gradients [B, D].
+// A thread owns `Floats` features.
 constexpr int kFinishWarps = 16;
 
 struct Gradients {
   Gradient of[3];  // in the order of `Sum`
 };
 
-static __global__ void __launch_bounds__(32 * kFinishWarps)
-    finish_gradients(const float* partial, int blocks, int sums, int wanted, int dim, int tiles,
+template <int Floats>
+__global__ void __launch_bounds__(32 * kFinishWarps)
+    finish_gradients(const float* partial, int partials, int sums, int wanted, int dim, int tiles,
                      const Gradients gradients) {
-  __shared__ float by_warp[kFinishWarps][33];
+  struct alignas(4 * Floats) Part {
+    float of[Floats];
+  };
+  __shared__ Part by_warp[kFinishWarps][32];
 #if ADALN_BULK
   wait_for_prerequisite();
 #endif
   const int64_t sample = blockIdx.x / tiles;
   const int stride = sums * dim, columns = wanted * dim;
-  const int column = (blockIdx.x % tiles) * 32 + threadIdx.x % 32;
+  const int column = ((blockIdx.x % tiles) * 32 + threadIdx.x % 32) * Floats;
   const int warp = threadIdx.x / 32;
-  float sum = 0.0f;
+  Part sum{};
   if (column < columns) {
-    const float* const in = partial + sample * blocks * stride + column;
+    const float* const in = partial + sample * partials * stride + column;
 #pragma unroll 8
-    for (int b = warp; b < blocks; b += kFinishWarps) sum += in[static_cast<int64_t>(b) * stride];
+    for (int b = warp; b < partials; b += kFinishWarps) {
+      const Part part = *reinterpret_cast<const Part*>(in + static_cast<int64_t>(b) * stride);
+#pragma unroll
+      for (int i = 0; i < Floats; ++i) sum.of[i] += part.of[i];
+    }
   }
   by_warp[warp][threadIdx.x % 32] = sum;
   __syncthreads();
   if (warp != 0 || column >= columns) return;
-  sum = 0.0f;
 #pragma unroll
-  for (int w = 0; w < kFinishWarps; ++w) sum += by_warp[w][threadIdx.x];
-  store_element(gradients.of[column / dim], sample * dim + column % dim, sum);
+  for (int w = 1; w < kFinishWarps; ++w) {
+    const Part part = by_warp[w][threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < Floats; ++i) sum.of[i] += part.of[i];
+  }
+  const Gradient& to = column < dim ? gradients.of[0] : column < 2 * dim ? gradients.of[1] : gradients.of[2];
+#pragma unroll
+  for (int i = 0; i < Floats; ++i) store_element(to, sample * dim + column % dim + i, sum.of[i]);
 }
 
 }  // namespace adaln

@@ -158,11 +158,9 @@ __device__ __forceinline__ void store_gradient(const Gradient& g, int64_t i, con
   }
 }
 
-// N consecutive features, from feature `d` on, of a token's modulation of type T, 16-byte aligned.
+// N consecutive features of a modulation of type T, as aligned as 16 bytes or all of them.
 template <typename T, int N>
-__device__ __forceinline__ void load_modulation(const Modulation& m, int64_t sample, int64_t row, int64_t d,
-                                                float (&out)[N]) {
-  const T* const p = static_cast<const T*>(m.data) + sample * m.batch_stride + row * m.row_stride + d;
+__device__ __forceinline__ void load_features(const T* p, float (&out)[N]) {
   if constexpr (N * sizeof(T) % 16 == 0) {
     Pack<T, N> pack;
     pack.load_shared(p);  // plain loads: these lines are shared by every block
@@ -174,6 +172,13 @@ __device__ __forceinline__ void load_modulation(const Modulation& m, int64_t sam
       out[2 * i] = f.x, out[2 * i + 1] = f.y;
     }
   }
+}
+
+// The same from feature `d` on of a token's modulation.
+template <typename T, int N>
+__device__ __forceinline__ void load_modulation(const Modulation& m, int64_t sample, int64_t row, int64_t d,
+                                                float (&out)[N]) {
+  load_features(static_cast<const T*>(m.data) + sample * m.batch_stride + row * m.row_stride + d, out);
 }
 
 // Calls f with a value of the type, so that loads inside stand in straight code and overlap.
