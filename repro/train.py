@@ -4,14 +4,15 @@
     python -m repro.train --model tiny --corpus tiny --m-mem 256 --steps 20 --out runs/tiny     # one process, any CPU
 
 The same command goes on where an interrupted run stopped; SIGTERM or SIGUSR1 stops it after the step under way, saved.
-Exit codes of a rank: 0 done or stopped so, 1 a loss was not finite, memory ran out or a checkpoint could not be
-written, 2 nothing to train with (one line says why; --debug shows the traceback), 130 interrupted.
+Exit codes of a rank: 0 done or stopped so, 1 a loss was not finite, memory ran out, a checkpoint or the log could not
+be written or other ranks were lost, 2 nothing to train with, 130 interrupted. One line says why; --debug shows more.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -23,12 +24,12 @@ from repro.corpus import mixes
 from repro.names import unknown
 from repro.wan import batching
 from repro.wan.batching import MODES
-from repro.wan.checkpointing import SaveError
 from repro.wan.config import WanConfig
 from repro.wan.engine import NonFiniteLoss, OnNonFinite, OptimizerSettings
+from repro.wan.lost import RanksLost, meeting, say_last
 from repro.wan.objective import Draw, FlowMatching
-from repro.wan.parallel import Checkpointing, Compute, Parallelism, Stranded, join, leave
-from repro.wan.run import Batching, Run, prepare
+from repro.wan.parallel import PATIENCE_SECONDS, Checkpointing, Compute, Parallelism, Stranded, join, leave
+from repro.wan.run import Batching, Run, prepared
 from repro.wan.samples import SampleSource
 from repro.wan.shards import ShardedSamples
 from repro.wan.synthetic import SyntheticSamples
@@ -36,6 +37,7 @@ from repro.wan.trainer import Length, StopSignals
 
 ROOT = Path(__file__).resolve().parents[1]
 GOES_ON = "the same command goes on"
+_FINISHING = "the step under way is finished and saved first, if there is time: torchrun kills its ranks after 30 s"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -95,14 +97,17 @@ def main(
     log_every: Annotated[int, typer.Option(min=1, help="steps between lines without a terminal")] = 10,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write its event files too")] = False,
     ranks: Annotated[int | None, typer.Option(min=1, help="refuse to run on any other number")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=10**6, help="seconds to wait for other ranks before giving up")
+    ] = PATIENCE_SECONDS,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; else GPUs where there are any")] = None,
     results: Annotated[Path, typer.Option(help="folder of results", show_default=False)] = ROOT / "results",
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
-    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite, memory ran out or a
-    checkpoint could not be written, 2 nothing to train with (one line says why), 130 interrupted.
+    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite, memory ran out, a
+    checkpoint or the log could not be written, or other ranks were lost, 2 nothing to train with, 130 interrupted.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
@@ -149,42 +154,60 @@ def main(
             log_every=log_every,
             tensorboard=tensorboard,
         )
-        trainer, log = prepare(run, join(device))
-        running = True
-        try:
-            with StopSignals() as signals:
+        world = join(device, patience=timeout)
+        with meeting(world), prepared(run, world) as (trainer, log):
+            running = True
+            with StopSignals(_FINISHING) as signals:
                 stopped = trainer.run(log, lambda: signals.asked is not None)
-        finally:
-            if log is not None:
-                log.close()
         if stopped and log is not None:
             how = "saved" if save_every else "not saved"
             log.say([f"stopped by {signals.asked or 'another rank'} after {trainer.step} steps, {how}; {GOES_ON}"])
-    except Stranded as error:
-        _tell(error, debug, every_rank=True)
-        running, code = True, 2
-    except torch.OutOfMemoryError as error:
-        _tell(error, debug, every_rank=True, what="out of memory, give a smaller --m-mem: ")
-        running, code = True, 1
-    except SaveError as error:
-        _tell(error, debug, every_rank=True)
-        running, code = True, 1
-    except NonFiniteLoss as error:  # on all ranks alike
-        _tell(error, debug, every_rank=False)
-        running, code = False, 1
-    except (ValueError, OSError) as error:
-        _tell(error, debug, every_rank=running)
-        code = 2
+    except Exception as error:
+        code, running = _told(error, running, debug)
     except KeyboardInterrupt:
         code = 130
     if not (running and code):
         leave()
-    elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    elif _among_others():
         # Others may be waiting for this rank: neither it nor what it runs at exit may wait for them.
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     if code:
         raise typer.Exit(code)
+
+
+def _among_others() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def _told(error: Exception, running: bool, debug: bool) -> tuple[int, bool]:
+    """Say what went wrong: exit code, and whether other ranks, amid a pass, may be waiting for this one."""
+    what = ""
+    if isinstance(error, NonFiniteLoss):  # on all ranks alike
+        code, amid = 1, False
+    elif isinstance(error, Stranded):
+        code, amid = 2, True
+    elif isinstance(error, RanksLost):
+        code, amid = 1, True
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        code, amid, what = 1, True, "out of memory, give a smaller --m-mem: "
+    elif isinstance(error, ValueError):
+        code, amid = 2, running
+    elif isinstance(error, OSError):
+        code, amid = (1, True) if running else (2, False)
+    else:  # a defect, of which others must hear too
+        if not _among_others():
+            raise error
+        code, amid, debug = 1, True, True
+    told = what + " ".join(str(error).split())
+    if debug:
+        traceback.print_exception(error)
+    if amid and _among_others() and not isinstance(error, RanksLost):
+        say_last(int(os.environ["RANK"]), told)
+    if amid or int(os.environ.get("LOCAL_RANK", 0)) == 0:  # else once on each machine
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        typer.echo(f"error: {rank}{told}", err=True)
+    return code, amid
 
 
 def _source(data: Path | None, corpus: str, samples: int, seed: int) -> SampleSource:
@@ -196,15 +219,6 @@ def _source(data: Path | None, corpus: str, samples: int, seed: int) -> SampleSo
     if corpus not in mixes.names():
         raise ValueError(unknown("corpus", corpus, ["tiny", *mixes.names()]))
     return SyntheticSamples(mixes.named(corpus, samples), seed)
-
-
-def _tell(error: Exception, debug: bool, every_rank: bool, what: str = "") -> None:
-    """Say what went wrong, on every rank or once on each machine."""
-    if debug:
-        raise error
-    if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        typer.echo(f"error: {rank}{what}{' '.join(str(error).split())}", err=True)
 
 
 if __name__ == "__main__":

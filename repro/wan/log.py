@@ -82,20 +82,19 @@ class StepCsv:
     def __init__(self, path: Path, first_step: int) -> None:
         kept: list[str] = []
         if path.exists():
-            header, *rows = path.read_text(errors="replace").splitlines() or [""]
+            # What follows the last newline was cut off by a kill.
+            header, *rows = path.read_text(errors="replace").split("\n")[:-1] or [""]
             if header != ",".join(COLUMNS):
                 raise ValueError(f"{path} is no step log of this version: move it away")
-            # A row cut off by a kill is of a step after the checkpoint, or whole but for its newline.
-            whole = [r for r in rows if r.count(",") == len(COLUMNS) - 1]
-            strange = [r for r in whole if not r.split(",", 1)[0].isdecimal()]
-            if strange:
-                raise ValueError(f"{path} has a row that starts with {strange[0][:20]!r}, want a step: move it away")
-            kept = [r for r in whole if int(r.split(",", 1)[0]) < first_step]
+            for row in rows:
+                if row.count(",") != len(COLUMNS) - 1 or not row.split(",", 1)[0].isdecimal():
+                    raise ValueError(f"{path} has a damaged row, {row[:40]!r}: move it away")
+            kept = [r for r in rows if int(r.split(",", 1)[0]) < first_step]
         files.replace(path, "".join(f"{line}\n" for line in [",".join(COLUMNS), *kept]).encode())
-        self._path = path
+        self._path, self._unwritten = path, ""
 
     def append(self, logged: LoggedStep, peak: float | None) -> None:
-        """Write a step's rows, in one write."""
+        """Write a step's rows, in one write, after those that could not be written before."""
         text, result = io.StringIO(), logged.result
         shares = [f"{share:.4f}" if share is not None else "" for share in (logged.mfu(peak), logged.hfu(peak))]
         writer = csv.writer(text, lineterminator="\n")
@@ -119,8 +118,9 @@ class StepCsv:
                     *shares,
                 ]
             )
-        with self._path.open("a") as file:
-            file.write(text.getvalue())
+        self._unwritten += text.getvalue()
+        files.append(self._path, self._unwritten.encode())
+        self._unwritten = ""
 
 
 class RunLog:
@@ -158,7 +158,7 @@ class RunLog:
             self._console.print(line, markup=False, highlight=False)
 
     def step(self, logged: LoggedStep) -> None:
-        """One more step is done."""
+        """One more step is done. Raises OSError where it cannot be written down."""
         self._csv.append(logged, self._peak)
         self._skipped += logged.result.skipped
         text = self._text(logged)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,11 @@ _ATTENTION = (
 )
 """Outputs that `selective` keeps: attention is the one cost that grows with S^2, its output only with S."""
 
-
+PATIENCE_SECONDS = 600.0
+"""How long a rank waits for others in any one exchange, unless asked otherwise; NCCL's own default."""
 _MANY = 1 << 20
+
+T = TypeVar("T")
 
 
 class WorldError(ValueError):
@@ -50,12 +54,13 @@ class Stranded(WorldError):
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. mesh: all ranks in one dimension."""
+    """This process among the ranks. mesh: all ranks in one dimension. patience: seconds, as of `join`."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
+    patience: float
 
     @property
     def is_first(self) -> bool:
@@ -85,14 +90,15 @@ class Parallelism:
                 raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}")
 
 
-def join(device_type: str | None = None, store: dist.Store | None = None) -> World:
+def join(device_type: str | None = None, store: dist.Store | None = None, patience: float = PATIENCE_SECONDS) -> World:
     """Join the ranks that torchrun started, or be the only one without it.
 
     device_type: "cuda" or "cpu"; None for GPUs where there are any. GPUs talk through NCCL, CPUs (and everything small
     that lives on the host) through gloo. store: where ranks meet, if not where the environment says; their numbers are
-    the environment's RANK and WORLD_SIZE.
+    the environment's RANK and WORLD_SIZE. patience: seconds that a rank waits for others, here and in every exchange.
 
-    Raises WorldError where more ranks were started on this machine than it has GPUs, and for another kind of device.
+    Raises WorldError where more ranks were started on this machine than it has GPUs, for another kind of device, and
+    where not all ranks come in time.
     """
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cuda", "cpu"):
@@ -108,16 +114,24 @@ def join(device_type: str | None = None, store: dist.Store | None = None) -> Wor
     device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        if store is not None:
-            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        elif "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            alone = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+        try:
+            _meet(backend, store, timedelta(seconds=patience))
+        except dist.DistError as error:
+            reason = str(error).splitlines()[0][:300]
+            raise WorldError(f"the other ranks did not come within {patience:g} s: {reason}") from error
     size = dist.get_world_size()
-    return World(dist.get_rank(), size, device, init_device_mesh(kind, (size,)))
+    return World(dist.get_rank(), size, device, init_device_mesh(kind, (size,)), patience)
+
+
+def _meet(backend: str, store: dist.Store | None, timeout: timedelta) -> None:
+    if store is not None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        alone = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
 
 
 def agree(world: World, what: str, value: str) -> None:
@@ -127,6 +141,27 @@ def agree(world: World, what: str, value: str) -> None:
     different = sorted({str(v) for v in values})
     if len(different) > 1:
         raise WorldError(f"ranks differ in their {what} ({', '.join(different)}): run the same program and data on all")
+
+
+def on_first(world: World, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T | None:
+    """Have the first rank do what only one may do; its value there, None on the others.
+
+    Where `work` raises OSError or ValueError there, all ranks raise: the first that error, the others WorldError.
+    """
+    value: T | None = None
+    failure: OSError | ValueError | None = None
+    if world.is_first:
+        try:
+            value = work()
+        except (OSError, ValueError) as error:
+            failure = error
+    told = [str(failure) if failure is not None else None]
+    dist.broadcast_object_list(told, src=0, group=group)
+    if failure is not None:
+        raise failure
+    if told[0] is not None:
+        raise WorldError(told[0])
+    return value
 
 
 def leave() -> None:

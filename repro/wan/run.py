@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from filelock import BaseFileLock, Timeout
 from rich.console import Console
 
 from repro.balance import policies
@@ -19,7 +23,7 @@ from repro.corpus.mixes import TOKEN_BUDGET
 from repro.measure.machine import read_machine
 from repro.names import unknown
 from repro.plan_file import one_device
-from repro.records import Store
+from repro.records import Store, files
 from repro.wan import batching, peaks
 from repro.wan.batching import BatchLimits, Costs
 from repro.wan.calibrate import calibrate
@@ -31,7 +35,7 @@ from repro.wan.epochs import Epochs, check_corpus, corpus_hash
 from repro.wan.log import RunLog
 from repro.wan.model import WanModel
 from repro.wan.objective import FlowMatching
-from repro.wan.parallel import Parallelism, World, WorldError, agree
+from repro.wan.parallel import Parallelism, World, WorldError, agree, on_first
 from repro.wan.read_ahead import ReadAhead
 from repro.wan.samples import FlowLosses, SampleSource
 from repro.wan.shards import ShardedSamples
@@ -100,12 +104,38 @@ class Run:
     tensorboard: bool = False
 
 
-def prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
+@contextlib.contextmanager
+def prepared(run: Run, world: World) -> Iterator[tuple[Trainer, RunLog | None]]:
     """The trainer, at the step where it goes on, and the log on the first rank. All ranks call it together.
 
-    Raises ValueError (WorldError, CheckpointError, ResumeError, DataError and others) for whatever does not fit.
+    As long as it lasts, no other run can use the folder. Raises ValueError (WorldError, CheckpointError, ResumeError,
+    DataError and others) for whatever does not fit, OSError where the folder cannot be written.
     """
     _check_world(run, world)
+    lock = on_first(world, partial(_occupy, run.out))
+    log: RunLog | None = None
+    try:
+        trainer, log = _prepare(run, world)
+        yield trainer, log
+    finally:
+        if log is not None:
+            log.close()
+        if lock is not None:
+            lock.release()
+
+
+def _occupy(out: Path) -> BaseFileLock | None:
+    """Keep other runs out of the folder: they would remove what this one is writing. None where files have no locks."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        return files.hold(out, seconds=0)
+    except Timeout as error:
+        raise ValueError(f"{out} is in use by a run that is still going: wait for it, or give another --out") from error
+    except NotImplementedError:
+        return None
+
+
+def _prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
     console = Console(highlight=False, soft_wrap=True)
     size, corpus = run.config.size, run.source.corpus
     if isinstance(run.source, ShardedSamples):
@@ -120,17 +150,15 @@ def prepare(run: Run, world: World) -> tuple[Trainer, RunLog | None]:
     layout = Layout(world.size, m_mem, given.micro_batches, run.parallelism.sync, given.protocol)
     epochs = Epochs(policy, corpus, layout, world.rank, run.seed, given.weighting)
     agree(world, "schedule", str(epochs.sampler.state_dict(0)["schedule"]))
-    if world.is_first:
-        console.print("\n".join(_introduction(run, world, policy, costs, epochs)), markup=False)
     trainer = Trainer(engine, epochs, checkpoints, size, asdict(size), run.length, _options(run))
     if isinstance(run.source, ReadAhead):
         trainer.expect = run.source.expect
     notes = trainer.resume()
-    if not world.is_first:
-        return trainer, None
     peak = peaks.peak_flops(_device_name(world))
-    log = RunLog(run.out, trainer.step, run.length.steps, peak, console, run.log_every, run.tensorboard)
-    log.say(notes)
+    last = run.length.steps
+    log = on_first(world, lambda: RunLog(run.out, trainer.step, last, peak, console, run.log_every, run.tensorboard))
+    if log is not None:
+        log.say([*_introduction(run, world, policy, costs, epochs), *notes])
     return trainer, log
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from repro.corpus.shapes import Corpus, Shape, Tokenizer
 from repro.records import files
 from repro.wan.engine import Engine
 from repro.wan.objective import FlowMatching
-from repro.wan.parallel import Stranded, World
+from repro.wan.parallel import Stranded, World, on_first
 from repro.wan.samples import FlowLosses
 from repro.wan.synthetic import SyntheticSamples
 
@@ -70,6 +71,8 @@ class Sweep:
     running out alike, as they do with the same shape under the same cap on memory, which the least free GPU sets; a
     rank that runs out alone raises `Stranded` within `AGREE_SECONDS`. path: CSV of what was measured, None to keep
     none; rows of the same `setting` (without commas) are not measured again.
+
+    Raises on all ranks what the first one meets at `path`: ValueError for another file, OSError (on others WorldError).
     """
 
     def __init__(self, make: Callable[[], Engine], world: World, path: Path | None = None, setting: str = "") -> None:
@@ -80,9 +83,9 @@ class Sweep:
             share = -self._largest(-(free + torch.cuda.memory_reserved()) / total)[0]
             torch.cuda.set_per_process_memory_fraction(share * (1 - MARGIN / 2))
         self.engine = make()
-        known: list[list[dict[str, str]]] = [_read(path) if path else []]
+        known = [on_first(world, lambda: _read(path) if path else [])]
         dist.broadcast_object_list(known, src=0)
-        self._rows = known[0]
+        self._rows = known[0] or []
 
     @property
     def _capped(self) -> bool:
@@ -132,9 +135,10 @@ class Sweep:
 
     def _write(self, *values: object) -> None:
         self._rows.append(dict(zip(_COLUMNS, map(str, (self.setting, *values)), strict=True)))
-        if self.path is not None and self.world.is_first:
+        if self.path is not None:
             lines = [",".join(_COLUMNS), *(",".join(row[c] for c in _COLUMNS) for row in self._rows)]
-            files.replace(self.path, "".join(f"{line}\n" for line in lines).encode())
+            content = "".join(f"{line}\n" for line in lines).encode()
+            on_first(self.world, partial(files.replace, self.path, content), self._group)
 
     def _measure(self, shape: Shape, batch: int, timed: bool) -> Probe:
         cuda = self.world.device.type == "cuda"

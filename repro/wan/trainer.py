@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +21,9 @@ from repro.wan.engine import Engine
 from repro.wan.epochs import DealtStep, Epochs, check_corpus
 from repro.wan.log import LoggedStep, StepFlops
 from repro.wan.parallel import Checkpointing
+
+_REACH = {"seed": ", for noise and made-up samples; the samples' order and the weights go on as they were"}
+"""Of an option that a resumed run has changed: what does not follow it."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,13 @@ class StepLog(Protocol):
 class StopSignals:
     """SIGTERM and SIGUSR1, with which schedulers announce the end: asked for inside `with`, they end a run in order.
 
-    asked: the first signal's name, None before. A second one acts as it would have.
+    asked: the first signal's name, None before. A second one acts as it would have. told: what is said on stderr when
+    the first one comes, since the step under way may outlast the patience of who sent it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: str = "") -> None:
         self.asked: str | None = None
+        self._told = told
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -64,6 +71,8 @@ class StopSignals:
     def _ask(self, number: int, _frame: object) -> None:
         self.asked = signal.Signals(number).name
         self.__exit__()
+        if self._told:  # past Python's buffers, which the interrupted code may be writing to
+            os.write(2, f"{self.asked}: {self._told}\n".encode())
 
 
 class Trainer:
@@ -87,6 +96,7 @@ class Trainer:
         self.size, self.about, self.length, self.options = size, dict(about), length, dict(options or {})
         self.expect: Callable[[Sequence[MicroBatch]], None] = lambda _: None
         self.step = 0
+        self._unlogged: OSError | None = None
 
     def resume(self) -> list[str]:
         """Go on from the newest checkpoint, where there is one; returns what people should know, a line each.
@@ -103,7 +113,7 @@ class Trainer:
         used = self.checkpoints.load(path, self.engine.model, self.engine.optimizer, width)
         self.step = int(about["step"])
         then = about["options"]
-        changed = [f"{k}: {then.get(k)} -> {v}" for k, v in self.options.items() if then.get(k) != v]
+        changed = [f"{k}: {then.get(k)} -> {v}{_REACH.get(k, '')}" for k, v in self.options.items() if then.get(k) != v]
         dealt = self.epochs.resume(about["sampler"], used)
         return [f"resumed from {path} after {self.step} steps", *changed, *dealt]
 
@@ -111,7 +121,8 @@ class Trainer:
         """Train until `length.steps`, or until `stop` is true on some rank: then the step is finished and saved.
 
         log: on the first rank. Returns whether it was stopped. Raises NonFiniteLoss; a checkpoint that is being written
-        is completed first, whatever ends the run.
+        is completed first, whatever ends the run. A log that cannot be written stops all ranks as `stop` does; the
+        first rank then raises its OSError.
         """
         try:
             stopped = self._loop(log, stop)
@@ -124,22 +135,38 @@ class Trainer:
 
     def _loop(self, log: StepLog | None, stop: Callable[[], bool]) -> bool:
         began = time.perf_counter()
+        stopped = False
         for dealt in itertools.islice(self.epochs, max(0, self.length.steps - self.step)):
             self.expect((*dealt.micro_batches, *self.epochs.peek()))
             tokens = dealt.tokens[:, self.engine.world.rank].tolist()
             flops = step_flops(self.size, dealt, self.engine.parallelism.checkpointing)
-            result = self.engine.step(self.step, dealt.micro_batches, tokens, dealt.epoch, stop)
+            ends = partial(self._ends, stop)
+            result = self.engine.step(self.step, dealt.micro_batches, tokens, dealt.epoch, ends)
             now = time.perf_counter()
             if log is not None:
-                log.step(LoggedStep(self.step, dealt.epoch, now - began, flops, result))
+                self._log(log, LoggedStep(self.step, dealt.epoch, now - began, flops, result))
             began = now
             self.step += 1
             every, last = self.length.save_every, result.stop or self.step == self.length.steps
             if every and (last or self.step % every == 0):
                 self.save()
             if result.stop:
-                return self.step < self.length.steps
-        return False
+                stopped = self.step < self.length.steps
+                break
+        if self._unlogged is not None:
+            raise self._unlogged
+        return stopped
+
+    def _log(self, log: StepLog, logged: LoggedStep) -> None:
+        """Other ranks are on their way into the next step: they learn at its end that the log cannot be written."""
+        try:
+            log.step(logged)
+            self._unlogged = None
+        except OSError as error:
+            self._unlogged = error
+
+    def _ends(self, stop: Callable[[], bool]) -> bool:
+        return self._unlogged is not None or stop()
 
     def save(self) -> None:
         """Start to save the run as it stands."""
