@@ -31,6 +31,7 @@ from repro.names import unknown
 from repro.records import Store, files
 from repro.report import draw, html, tables
 from repro.suite import PROFILES, Profile, Suite
+from repro.wan.nodes import Nodes, NodesError, leading, lend
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -53,6 +54,11 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(min=0, help="begin no case that would not be done so long after the start")
     ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="machines that measure together, --gpus on all of them")] = 1,
+    node_rank: Annotated[
+        int, typer.Option(min=0, help="this machine's number; 0 measures, the others lend it their GPUs")
+    ] = 0,
+    rendezvous: Annotated[str | None, typer.Option(help="host:port of node 0, as all machines reach it")] = None,
     results: Annotated[Path, typer.Option(help="folder of results", show_default=False)] = ROOT / "results",
     figures: Annotated[Path | None, typer.Option(help="folder of figures, if not beside the results")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
@@ -77,13 +83,16 @@ def main(
         _check(profile, only, device, results)
         if minutes is not None and not math.isfinite(minutes):
             raise typer.BadParameter(f"must be a number of minutes, got {minutes}", param_hint="--minutes")
+        nodes = _nodes(nnodes, node_rank, rendezvous, measure and not device)
         _check_folders(results, figures)
         chosen_profile = cast(Profile, profile)
         store = Store(results)
         suites, errors = runner.load_suites()
 
         if measure or dry_run:
-            machine = _recorded_machine(store, device) if device else _machine(gpus)
+            machine = _recorded_machine(store, device) if device else _machine(gpus, nnodes)
+            if nodes is not None and nodes.rank and not dry_run:
+                _lend(nodes, machine)
             selected = runner.load_suites(only)[0] if only else suites
             if device:
                 selected = {n: s for n, s in selected.items() if registry.is_simulated(s)}
@@ -96,7 +105,8 @@ def main(
                         console.print(Text(runner.left_out_line(name, cases), style="yellow"))
                 _end(errors)
             deadline = None if minutes is None else began + 60 * minutes
-            outcome = runner.measure(store, planned, machine, chosen_profile, _command(), console, debug, deadline)
+            with _leading(nodes, machine) as at:
+                outcome = runner.measure(store, planned, at, chosen_profile, _command(), console, debug, deadline)
             errors += outcome.failed
         _end(errors + _conclude(store, suites, figures or results.parent / "figures", debug))
 
@@ -185,10 +195,44 @@ def _check_folders(results: Path, figures: Path | None) -> None:
                 raise typer.BadParameter(f"{path} must be a file: move the folder away", param_hint="--results")
 
 
-def _machine(gpus: int | None) -> Machine:
-    """This machine with so many GPUs."""
+def _nodes(count: int, rank: int, rendezvous: str | None, measures: bool) -> Nodes | None:
+    """The machines that measure together, None for this one alone. Raises BadParameter."""
     try:
-        return read_machine(gpus)
+        found = Nodes.of(count, rank, rendezvous)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--nnodes") from error
+    if found is not None and not measures:
+        raise typer.BadParameter("several machines measure: leave out --no-measure and --device", param_hint="--nnodes")
+    return found
+
+
+@contextlib.contextmanager
+def _leading(nodes: Nodes | None, machine: Machine) -> Iterator[Machine]:
+    """The machine to measure on: this one, or inside with all the others."""
+    if nodes is None:
+        yield machine
+        return
+    try:
+        with leading(nodes, machine) as at:
+            yield at
+    except NodesError as error:
+        _end([str(error)])
+
+
+def _lend(nodes: Nodes, machine: Machine) -> None:
+    """This machine's part where another one measures; ends the command."""
+    console.print(f"Node {nodes.rank} of {nodes.count}: lends its ranks to node 0, which measures and writes.")
+    try:
+        lend(nodes, machine)
+    except NodesError as error:
+        _end([str(error)])
+    _end([])
+
+
+def _machine(gpus: int | None, nodes: int) -> Machine:
+    """This machine with so many GPUs, its share of those of so many machines."""
+    try:
+        return read_machine(gpus, nodes)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpus") from error
 
@@ -213,8 +257,14 @@ def _recorded_machine(store: Store, device: str) -> Machine:
 
 
 def _command() -> list[str]:
-    """The command for the run record; of folders elsewhere on this machine only the name."""
-    return ["python", "-m", "repro.all", *(Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:])]
+    """The command for the run record; of folders elsewhere only the name, of other machines nothing."""
+    told = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
+    for i, argument in enumerate(told):
+        if argument == "--rendezvous" and i + 1 < len(told):
+            told[i + 1] = "NODE0:" + told[i + 1].rpartition(":")[2]
+        elif argument.startswith("--rendezvous="):
+            told[i] = "--rendezvous=NODE0:" + argument.rpartition(":")[2]
+    return ["python", "-m", "repro.all", *told]
 
 
 def _end(errors: list[str]) -> None:

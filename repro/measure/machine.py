@@ -94,16 +94,21 @@ def device_slug(
     return slug
 
 
-def read_machine(gpus: int | None = None) -> Machine:
+def read_machine(gpus: int | None = None, nodes: int = 1) -> Machine:
     """Read the machine's facts.
 
     gpus: GPUs that will be used. None means what a single-process suite uses: one GPU where a CUDA driver answers,
-    else the CPU. 0 asks for the CPU.
+    else the CPU. 0 asks for the CPU. nodes: machines alike that share the GPUs evenly; facts are this one's, and
+    `Machine.gpu_count` and the slug are of all together.
 
-    Raises ValueError where `gpus` is negative or more than the visible GPUs.
+    Raises ValueError where `gpus` is negative, more than the visible GPUs or no multiple of `nodes`, or where several
+    nodes are not told how many GPUs they have.
     """
     if gpus is not None and gpus < 0:
         raise ValueError(f"gpus must be at least 0, got {gpus}")
+    if nodes > 1 and (gpus is None or gpus % nodes):
+        raise ValueError(f"gpus must be told for {nodes} nodes, a multiple of that on all together, got {gpus}")
+    gpus = None if gpus is None else gpus // nodes
     facts = _Facts()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     facts.record["cores"] = cores
@@ -116,7 +121,7 @@ def read_machine(gpus: int | None = None) -> Machine:
         facts.unavailable.setdefault("gpu_count", facts.unavailable["torch_cuda"])
         visible = []
     used = visible[: 1 if gpus is None else gpus]
-    facts.record["gpu_count"] = len(used)
+    facts.record["gpu_count"] = len(used) * nodes
     if not used:
         reason = facts.unavailable.get("gpu_count", "no GPU asked for" if gpus == 0 else "no visible GPU")
         facts.record.update(dict.fromkeys(_GPU_FACTS))
@@ -129,9 +134,9 @@ def read_machine(gpus: int | None = None) -> Machine:
     facts.record.update(_dynamic(used, facts.unavailable))
     mig = facts.record["mig_profile"]
     limits = facts.record["power_limit_w"], facts.record["default_power_limit_w"]
-    slug = device_slug(_MIG.sub("", gpu.name), len(used), mig, *limits)
+    slug = device_slug(_MIG.sub("", gpu.name), len(used) * nodes, mig, *limits)
     return Machine(
-        slug, gpu.name, len(used), gpu.compute_capability, gpu.sm_count, gpu.memory_bytes, cores, facts.finish()
+        slug, gpu.name, len(used) * nodes, gpu.compute_capability, gpu.sm_count, gpu.memory_bytes, cores, facts.finish()
     )
 
 

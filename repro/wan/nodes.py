@@ -12,14 +12,18 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from repro.records.provenance import source_hash
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from repro.measure.machine import Machine
     from repro.wan.rank_process import RankProcess
 
 JOIN_SECONDS = 600.0
@@ -126,6 +130,38 @@ class Leader:
             self._store.wait(heard, timedelta(seconds=LEAVE_SECONDS))
         except dist.DistError:
             return  # a node that is gone already needs no telling
+
+
+@contextmanager
+def leading(nodes: Nodes, machine: Machine) -> Iterator[Machine]:
+    """Inside, `repro.wan.launch.ranks` spreads ranks over all nodes; the machine with what they said in its record.
+
+    Raises NodesError as `Leader`.
+    """
+    from repro.wan import launch
+
+    leader = Leader(nodes, about(machine))
+    launch.lead(leader)
+    try:
+        yield replace(machine, record={**machine.record, "nodes": leader.joined})
+    finally:
+        launch.lead(None)
+        leader.dismiss()
+
+
+def lend(nodes: Nodes, machine: Machine) -> None:
+    """`follow`, with the extension built beforehand, which takes a minute or two. Raises NodesError as that does."""
+    from repro.adaln import build
+
+    if machine.has_gpu:
+        build.ensure_loaded()
+    follow(nodes, about(machine))
+
+
+def about(machine: Machine) -> dict[str, Any]:
+    """What all nodes must have in common."""
+    facts = {name: machine.record.get(name) for name in ("torch", "torch_cuda")}
+    return {"source": source_hash(), "device": machine.name, "GPUs in all": machine.gpu_count, **facts}
 
 
 def follow(nodes: Nodes, about: Mapping[str, Any], seconds: float = JOIN_SECONDS) -> None:

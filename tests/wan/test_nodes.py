@@ -95,9 +95,9 @@ def test_ranks_live_on_both_nodes_and_a_death_on_the_other_is_told():
 
 def test_nodes_that_differ_do_not_measure_together():
     port = free_port()
-    with following(port, {**ABOUT, "source": "def"}) as raised:
-        with pytest.raises(NodesError, match=r"node 1 differs from node 0 in source \(abc here, def there\)"):
-            Leader(node(0, port), ABOUT, 60)
+    told = r"node 1 differs from node 0 in source \(abc here, def there\)"
+    with following(port, {**ABOUT, "source": "def"}) as raised, pytest.raises(NodesError, match=told):
+        Leader(node(0, port), ABOUT, 60)
     assert raised == [None]
 
 
