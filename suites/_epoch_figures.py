@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from repro.balance import assumptions
 from repro.suite import Figure
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ PANELS = {
 }
 MEETINGS = {"micro_batch": "meet each", "step": "meet once"}
 PROTOCOLS = {"as_published": "as published", "matched": "samples a step matched"}
+WORST = assumptions.WORST_CORPUS
 
 
 def draw(own: pd.DataFrame, bars: Mapping[str, float]) -> list[Figure]:
@@ -34,14 +36,14 @@ def _draw_throughput(device: str, table: pd.DataFrame) -> list[Figure]:
     shown = table[table["metric"].isin(PANELS)]
     if shown.empty:
         return []
-    protocols = [p for p in PROTOCOLS if (shown["protocol"] == p).any()]
+    mixes = [(p, worst) for worst in (False, True) for p in PROTOCOLS if _mix(shown, p, worst).any()]
     names = style.ordered(list(shown["policy"]))
     cells = [(a, s) for s in MEETINGS for a in ("eager", "wan", "fused") if _cell(shown, a, s).any()]
     height = 0.09 * len(names) * len(cells) + 0.9
-    figure, axes = style.subplots(len(protocols), len(PANELS), height, sharey=True)
-    for i, protocol in enumerate(protocols):
+    figure, axes = style.subplots(len(mixes), len(PANELS), height, sharey=True)
+    for i, (protocol, worst) in enumerate(mixes):
         for ax, (metric, quantity) in zip(axes[i], PANELS.items(), strict=True):
-            of = shown[(shown["protocol"] == protocol) & (shown["metric"] == metric)]
+            of = shown[_mix(shown, protocol, worst) & (shown["metric"] == metric)]
             scale = 1e-3 if metric == "tokens_per_s" else 1.0
             for k, (adaln, sync) in enumerate(cells):
                 own = of[_cell(of, adaln, sync)]
@@ -55,8 +57,8 @@ def _draw_throughput(device: str, table: pd.DataFrame) -> list[Figure]:
             ax.set_yticks(range(len(names)), [style.label(n) for n in names])
             ax.set_ylim(len(names) - 0.5, -0.5)
             ax.set_xlim(0, None)
-            ax.set_title(PROTOCOLS[protocol])
-            ax.set_xlabel(quantity if i == len(protocols) - 1 else "")
+            ax.set_title(f"{WORST} mix" if worst else PROTOCOLS[protocol])
+            ax.set_xlabel(quantity if i == len(mixes) - 1 else "")
             ax.grid(axis="y", visible=False)
         axes[i, -1].axvline(1, color=style.GREY, linewidth=0.8)
     style.legend(figure, ["measured"])
@@ -76,7 +78,7 @@ def _draw_replay(device: str, table: pd.DataFrame, bars: Mapping[str, float]) ->
     steps = table[table["metric"].str.startswith(("step_at_", "replay_at_"))]
     if steps.empty:
         return []
-    key = ["policy", "adaln", "sync", "protocol"]
+    key = ["policy", "adaln", "sync", "protocol", "corpus"]
     parts = steps["metric"].str.partition("_at_")
     wide = steps.assign(what=parts[0], at=parts[2]).pivot_table(index=[*key, "at"], columns="what", values="value")
     wide = wide.dropna().reset_index()
@@ -110,9 +112,7 @@ def _draw_devices(own: pd.DataFrame) -> list[Figure]:
     """Throughput of the cells that every device has: ranks meet in each micro-batch, as published."""
     from repro.report import devices, style
 
-    at = own[
-        (own["protocol"] == "as_published") & (own["sync"] == "micro_batch") & own["adaln"].isin(["eager", "fused"])
-    ]
+    at = own[_mix(own, "as_published", False) & (own["sync"] == "micro_batch") & own["adaln"].isin(["eager", "fused"])]
     at = at[at["metric"].isin(PANELS)]
     if not devices.several(at):
         return []
@@ -131,6 +131,10 @@ def _draw_devices(own: pd.DataFrame) -> list[Figure]:
 
 def _cell(table: pd.DataFrame, adaln: str, sync: str) -> pd.Series:
     return (table["adaln"] == adaln) & (table["sync"] == sync)
+
+
+def _mix(table: pd.DataFrame, protocol: str, worst: bool) -> pd.Series:
+    return (table["protocol"] == protocol) & ((table["corpus"] == WORST) == worst)
 
 
 def _about(table: pd.DataFrame) -> str:

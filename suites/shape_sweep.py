@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from repro.balance import assumptions
 from repro.balance.fit import Fit, Observations, fit
 from repro.balance.models import MODELS
 from repro.corpus import mixes
@@ -37,8 +38,10 @@ PARAMETERS = ("model", "layers", "adaln", "ranks", "sync", "shape", "batch", "to
 
 ADALN, SYNC = "fused", "micro_batch"
 BUCKETS = mixes.mix("wan-uniform").shapes
-BUDGET, MORE = mixes.TOKEN_BUDGET, 72_000
-"""Tokens a micro-batch: the published baseline's, and half as many again."""
+NEAR = {Shape(33, 720, 1280)}
+"""Buckets a hundredth away from another one's length, which are left to the fit."""
+BUDGET, MORE = mixes.TOKEN_BUDGET, assumptions.M_MEM
+"""Tokens a micro-batch: the published baseline's, and those that simulations assume to fit."""
 
 SHALLOW, DEEPER = 4, 8
 """Blocks of the 14B model that one GPU holds with room for activations; two depths show what grows with it."""
@@ -57,14 +60,14 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
         cells = [("tiny", 1, s, b) for s in SMOKE for b in ((1, 2) if s in SMOKE[:2] else (1,))]
     else:
         cells = _grid(ranks) if machine.has_gpu else []  # a CPU's times say nothing about training
-    done = set()
+    done: set[tuple[str, int]] = set()
     found = []
     for model, layers, shape, batch in cells:
-        starts = 0.0 if (model, layers) in done else 8.0 if machine.has_gpu else 3.0
+        starts = 0.0 if (model, layers) in done else 3.0 if not machine.has_gpu else 5.0 if done else 15.0
         done.add((model, layers))
         key = (model, layers, ADALN, ranks, SYNC, str(shape), batch, Tokenizer().tokens(shape))
         seconds = _case_seconds(model, layers, batch, int(key[-1])) if machine.has_gpu else 0.2
-        found.append(Case(dict(zip(PARAMETERS, key, strict=True)), starts + seconds))
+        found.append(Case(dict(zip(PARAMETERS, key, strict=True)), round(starts + seconds, 1)))
     return found
 
 
@@ -79,7 +82,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
     stack_time.free()  # another suite's, in this process
     try:
         ranks = launch.ranks(int(key["ranks"]), "cuda" if machine.has_gpu else "cpu")
-        found = ranks.ask("repro.wan.probing:shape", asked, 60 + 10 * case.seconds)
+        found = ranks.ask("repro.wan.probing:shape", asked, launch.patience(case.seconds))
     except launch.RanksError as error:
         if error.raised not in ("OutOfMemoryError", "Stranded"):
             raise
@@ -150,22 +153,27 @@ def _cells(rows: pd.DataFrame, model: str, layers: int) -> pd.DataFrame:
 
 
 def _grid(ranks: int) -> list[Cell]:
+    buckets = tuple(s for s in BUCKETS if s not in NEAR)
     cells = [
-        *_shapes_of("wan-1.3b", MODELS["wan-1.3b"].layers, BUCKETS, BUDGET),
-        *_shapes_of("wan-1.3b", MODELS["wan-1.3b"].layers, BUCKETS[::2], MORE),
-        *_shapes_of("wan-14b", SHALLOW, BUCKETS, BUDGET),
-        *_shapes_of("wan-14b", DEEPER, BUCKETS[::3], BUDGET),
+        *_shapes_of("wan-1.3b", MODELS["wan-1.3b"].layers, buckets, BUDGET),
+        *_full("wan-1.3b", MODELS["wan-1.3b"].layers, buckets[::2], MORE),
+        *_shapes_of("wan-14b", SHALLOW, buckets, BUDGET),
+        *_full("wan-14b", DEEPER, buckets[::4], BUDGET),
     ]
     if ranks > 1:  # sharded, all of it fits
-        cells += [("wan-14b", MODELS["wan-14b"].layers, s, 1) for s in BUCKETS if Tokenizer().tokens(s) < 40_000]
+        cells += [("wan-14b", MODELS["wan-14b"].layers, s, 1) for s in buckets if Tokenizer().tokens(s) < 40_000]
     return list(dict.fromkeys(cells))
 
 
 def _shapes_of(model: str, layers: int, shapes: tuple[Shape, ...], budget: int) -> list[Cell]:
     """Micro-batches that fill the budget, single samples, and what lies between where that is much."""
-    most = {s: max(1, budget // Tokenizer().tokens(s)) for s in shapes}
-    middle = [(s, round(b**0.5)) for s, b in most.items() if b >= 6]
-    return [(model, layers, s, b) for s, b in [*most.items(), *((s, 1) for s in shapes), *middle]]
+    full = _full(model, layers, shapes, budget)
+    middle = [(model, layers, s, round(b**0.5)) for *_, s, b in full if b >= 6]
+    return [*full, *((model, layers, s, 1) for s in shapes), *middle]
+
+
+def _full(model: str, layers: int, shapes: tuple[Shape, ...], budget: int) -> list[Cell]:
+    return [(model, layers, s, max(1, budget // Tokenizer().tokens(s))) for s in shapes]
 
 
 def _case_seconds(model: str, layers: int, batch: int, tokens: int) -> float:

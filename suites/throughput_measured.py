@@ -1,11 +1,11 @@
 """Whole epochs of the trainer under every policy and AdaLN, measured step by step, and replayed from solo times.
 
-wan-uniform scaled to what a sitting of minutes holds: Wan 1.3B's widths with LAYERS of its 30 blocks, so that a
-micro-batch of the published 48,000 tokens takes a fifth of what it takes at full depth. Ratios between shapes stay, as
-all blocks are alike; what does not grow with depth (embeddings, head, update) weighs five times as much. Policies get
-the same samples, and costs fitted to the solo times of the first case, `calibration`; AdaLNs get the same schedules. An
-epoch is short, so each bucket has whole micro-batches of the baseline's, MICRO_BATCHES a rank: of thousands of steps,
-partial ones would be a handful, of twenty they would be a third.
+wan-uniform, and on several GPUs the worst mix, scaled to what a sitting of minutes holds: Wan 1.3B's widths with LAYERS
+of its 30 blocks, so that a micro-batch of the published 48,000 tokens takes a fifth of what it takes at full depth.
+Ratios between shapes stay, as all blocks are alike; what does not grow with depth (embeddings, head, update) weighs
+five times as much. Policies get the same samples, and costs fitted to the solo times of the first case, `calibration`;
+AdaLNs get the same schedules. An epoch is short, so each bucket has whole micro-batches of the baseline's, ROUNDS of
+them a rank: of thousands of steps, partial ones would be a handful, of twenty they would be a third.
 
 Columns: `repro.balance.campaign.PARAMETERS`, layers.
 Metrics of `calibration`: solo_at_BxS (ms, forward and backward of B samples of S tokens on all ranks at once). Of all
@@ -22,15 +22,16 @@ chance.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from repro.balance import assumptions, campaign
 from repro.balance.campaign import Setting
-from repro.balance.types import Protocols, Sync
+from repro.balance.models import MODELS
+from repro.balance.types import Sync
 from repro.corpus import mixes
 from repro.corpus.shapes import Corpus
 from repro.measure.stats import Interval, measured, median_interval, seed_text
@@ -43,14 +44,14 @@ if TYPE_CHECKING:
     from repro.measure.machine import Machine
 
 NAME = "throughput_measured"
-CLAIMS = ("B1", "B2", "B3", "B4", "B5", "B7", "T1", "T2", "T6")
+CLAIMS = ("B1", "B2", "B3", "B4", "B5", "B7", "T1", "T2", "T3", "T6")
 NEEDS = (NAME,)
 PARAMETERS = (*campaign.PARAMETERS, "layers")
 
 CALIBRATION = "calibration"
 MODEL, LAYERS = "wan-1.3b", 6
-MICRO_BATCHES = 2
-"""Of the baseline's for each bucket and rank: 20 steps of one micro-batch."""
+ROUNDS = {assumptions.CORPUS: 2, assumptions.WORST_CORPUS: 3}
+"""How often an epoch holds the fewest whole equal-token micro-batches of a corpus on every rank: 20 and 18 steps."""
 MATCHED_MICRO_BATCHES = 2
 """With one, it would not matter whether ranks meet in every micro-batch or once a step."""
 TINY_BUDGET, TINY_SAMPLES_A_RANK = 256, 10
@@ -66,30 +67,32 @@ ENGINES: tuple[tuple[str, Sync], ...] = (
 )
 """One after the other, as an engine's solo times serve all its cases; those that decide most come first."""
 
+WORST = {"fused": ("dual_constraint", "balanced"), "eager": ("equal_token",), "wan": ()}
+"""Policies measured on the worst mix, by AdaLN: the two sides of T3, and ours."""
+PASSES = 3
+"""Of a solo time, its warm-up included: for estimates."""
+
 REPLAY_BARS = {"replay_error": 5.0, "replay_total_error": 3.0}
 """% within which the simulator is taken to tell the truth; of whole epochs less, since errors of steps cancel."""
 
 
 def cases(profile: Profile, machine: Machine) -> list[Case]:
-    """Calibration, then engine by engine: all of {policy} x {protocol} on several GPUs, as published on one."""
+    """Calibration, then what is compared, engine by engine.
+
+    On several GPUs {policy} x {protocol} under every engine, and the worst mix for those that T3 is about. The first
+    two engines' hold the simulator against reality, balanced against the others, and fused against eager. On one GPU,
+    where nobody waits, every policy once and every AdaLN once.
+    """
     if profile == "smoke":
         ranks = max(2, machine.gpu_count)
         start = Setting("equal_token", "fused", ranks, "tiny", "tiny", token_budget=TINY_BUDGET, m_mem=TINY_BUDGET)
-        settings = [replace(start, policy=p) for p in (CALIBRATION, *POLICIES)]
-        return [_case(s, 1, 3.0) for s in settings]
+        return [_case(replace(start, policy=p), 1, 3.0) for p in (CALIBRATION, *POLICIES)]
     if not machine.has_gpu:
         return []  # a CPU's times say nothing about training
     start = Setting(CALIBRATION, "fused", machine.gpu_count, model=MODEL)
-    protocols: list[tuple[Protocols, int, int]] = [("as_published", 1, assumptions.M_MEM)]
-    if machine.gpu_count > 1:
-        protocols.insert(0, ("matched", MATCHED_MICRO_BATCHES, mixes.TOKEN_BUDGET))
-    found = [_case(start, LAYERS, 40.0)]
-    for (adaln, sync), (protocol, number, m_mem), policy in product(ENGINES, protocols, POLICIES):
-        if machine.gpu_count > 1 or sync == "micro_batch":  # alone, a rank meets nobody
-            at = Setting(policy, adaln, machine.gpu_count, model=MODEL, sync=sync, protocol=protocol)
-            first = policy == POLICIES[0] and protocol == protocols[0][0]
-            found.append(_case(replace(at, micro_batches=number, m_mem=m_mem), LAYERS, 25.0 if first else 13.0))
-    return found
+    settings = _settings(start) if machine.gpu_count > 1 else _alone(start)
+    known: dict[tuple[str, str], set[tuple[int, int]]] = {}
+    return [_case(s, LAYERS, _seconds(s, known)) for s in (start, *settings)]
 
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
@@ -113,7 +116,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
     stack_time.free()  # another suite's, in this process
     try:
         ranks = launch.ranks(setting.ranks, "cuda" if machine.has_gpu else "cpu")
-        answer = ranks.ask(f"repro.wan.probing_epoch:{call}", arguments, 60 + 10 * case.seconds)
+        answer = ranks.ask(f"repro.wan.probing_epoch:{call}", arguments, launch.patience(case.seconds))
     except launch.RanksError as error:
         if error.raised != "OutOfMemoryError":
             raise
@@ -140,14 +143,11 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         return []
     ranks, layers = (int(own[name].max()) for name in ("ranks", "layers"))
     base = Setting(*assumptions.BASELINE, ranks, model=MODEL)
-    about = (
-        f"{MODEL} with {layers} of 30 blocks, {base.corpus}, one epoch of {_corpus(base).samples} samples on "
-        f"{ranks} GPU{'s' if ranks > 1 else ''}"
-    )
+    about = _about(base, layers)
     found = _correlations(own, base, about)
     fused = {p: _gain(own, replace(base, policy=p), replace(base, policy=p, adaln="fused")) for p in POLICIES}
     if (gained := fused["equal_token"]) is not None:
-        told = ", ".join(f"{p} {_percent(g)}" for p, g in fused.items())
+        told = ", ".join(f"{p} {_percent(g)}" for p, g in fused.items() if g is not None)
         wan = _gain(own, replace(base, adaln="wan"), replace(base, adaln="fused"))
         note = (
             f"whole steps, update included, the same schedule on both sides: {about}; over eager: {told}; over Wan's "
@@ -166,9 +166,60 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
     return _epoch_figures.draw(own, REPLAY_BARS)
 
 
+def _settings(start: Setting) -> Iterator[Setting]:
+    matched: dict[str, Any] = {"micro_batches": MATCHED_MICRO_BATCHES, "protocol": "matched"}
+    for adaln, sync in ENGINES:
+        published = [replace(start, policy=p, adaln=adaln, sync=sync) for p in POLICIES]
+        even = [replace(s, **matched, m_mem=mixes.TOKEN_BUDGET) for s in published]
+        if sync == "micro_batch":
+            published += [replace(start, policy=p, adaln=adaln, corpus=assumptions.WORST_CORPUS) for p in WORST[adaln]]
+        yield from [*even, *published] if adaln == "fused" else [*published, *even]
+
+
+def _alone(start: Setting) -> Iterator[Setting]:
+    for adaln, policies in (("fused", POLICIES), ("eager", POLICIES[:1]), ("wan", POLICIES[:1])):
+        yield from (replace(start, policy=p, adaln=adaln) for p in policies)
+
+
+def _seconds(setting: Setting, known: dict[tuple[str, str], set[tuple[int, int]]]) -> float:
+    """Estimate on H200s: blocks at 430 TFLOP/s or launch-bound, ranks busy for 85%, 60 ms an update.
+
+    known: shapes whose solo times an engine has; kept up to date.
+    """
+    corpus, ranks = _corpus(setting), setting.ranks
+    tokens, full = corpus.tokens, np.maximum(1, setting.token_budget // corpus.tokens)
+
+    def once(batch: int, tokens: int) -> float:
+        return max(4 * LAYERS * float(MODELS[setting.model].forward_flops(batch, tokens)) / 430e12, 9e-3 * LAYERS)
+
+    begins = 0.0 if (setting.adaln, setting.sync) in known else 6.0 if known else 15.0  # an engine; at first ranks too
+    of_engine = known.setdefault((setting.adaln, setting.sync), set())
+    if setting.policy == CALIBRATION:
+        wanted = {(b, int(tokens[k])) for k, b in _epochs.calibration_shapes(corpus, *_limits(setting))}
+        epoch = 0.0
+    else:
+        wanted = {(max(1, limit // s), s) for limit in _limits(setting) for s in tokens.tolist()}
+        micro_batches = corpus.counts / full / ranks
+        epoch = sum(n * (once(b, s) / 0.85 + 0.06) for n, b, s in zip(micro_batches, full, tokens, strict=True))
+    solo = sum((PASSES * once(*shape) for shape in sorted(wanted - of_engine)), 0.0)
+    of_engine |= wanted
+    return round(float(begins + solo + epoch), 1)
+
+
+def _limits(setting: Setting) -> tuple[int, int]:
+    return setting.token_budget, setting.m_mem
+
+
 def _case(setting: Setting, layers: int, seconds: float) -> Case:
     key = setting.key if setting.policy != CALIBRATION else {**setting.key, "m_comp": ""}
     return Case({**key, "layers": layers}, seconds)
+
+
+def _about(base: Setting, layers: int) -> str:
+    return (
+        f"{MODEL} with {layers} of 30 blocks, {base.corpus}, one epoch of {_corpus(base).samples} samples on "
+        f"{base.ranks} GPU{'s' if base.ranks > 1 else ''}"
+    )
 
 
 def _corpus(setting: Setting) -> Corpus:
@@ -177,8 +228,8 @@ def _corpus(setting: Setting) -> Corpus:
         from repro.wan.batching import tiny_corpus
 
         return tiny_corpus(TINY_SAMPLES_A_RANK * setting.ranks)
-    tokens = mixes.named(setting.corpus, 1).tokens
-    return mixes.named(setting.corpus, MICRO_BATCHES * setting.ranks * int((setting.token_budget // tokens).sum()))
+    of_round = sum(mixes.mix(setting.corpus).weights)  # the samples of whole equal-token micro-batches
+    return mixes.named(setting.corpus, ROUNDS[setting.corpus] * setting.ranks * round(of_round))
 
 
 def _costs(inputs: pd.DataFrame, layers: int) -> _epochs.Costs:
@@ -240,7 +291,7 @@ def _correlations(own: pd.DataFrame, base: Setting, about: str) -> list[Evidence
 
 
 def _beside(own: pd.DataFrame, base: Setting, about: str) -> list[Evidence]:
-    """T1, T2, B3, B4, B5 and B7 on the GPUs at hand, fewer than the claims speak of."""
+    """T1 to T3, B3, B4, B5 and B7 on the GPUs at hand, fewer than the claims speak of."""
     rule = replace(base, policy="dual_constraint")
     found = []
     whole = _gain(own, base, replace(rule, adaln="fused"))
@@ -250,6 +301,7 @@ def _beside(own: pd.DataFrame, base: Setting, about: str) -> list[Evidence]:
         note = f"one micro-batch a step and rank, M_mem (a) {rule.m_mem:,} tokens: {about}; balanced {_percent(ours)}"
         interval = (whole.value, whole.low, whole.high)
         found += [Evidence(c, *interval, "measured", *values, note=note, decides=False) for c in ("T1", "T2")]
+    found += _floor(own, replace(base, corpus=assumptions.WORST_CORPUS), int(own["layers"].max()))
     for claim, metric, falls in (
         ("B3", "load_cv", True),
         ("B4", "step_cv", True),
@@ -266,6 +318,22 @@ def _beside(own: pd.DataFrame, base: Setting, about: str) -> list[Evidence]:
         interval = (change.value, change.low, change.high)
         found.append(Evidence(claim, *interval, "measured", before, after, note=note, decides=False))
     return found
+
+
+def _floor(own: pd.DataFrame, base: Setting, layers: int) -> list[Evidence]:
+    """T3 on the GPUs at hand: tokens/s of an epoch of the worst mix."""
+    whole = replace(base, policy="dual_constraint", adaln="fused")
+    gained = _gain(own, base, whole)
+    if gained is None:
+        return []
+    floor = gained.map(lambda percent: 1 + percent / 100)
+    ours = _gain(own, base, replace(whole, policy="balanced"))
+    note = (
+        f"one micro-batch a step and rank, M_mem (a) {whole.m_mem:,} tokens: {_about(base, layers)}; balanced "
+        f"{_percent(ours)}"
+    )
+    values = _values([_row(own, s, "tokens_per_s") for s in (base, whole)])
+    return [Evidence("T3", floor.value, floor.low, floor.high, "measured", *values, note=note, decides=False)]
 
 
 def _change(before: pd.Series, after: pd.Series) -> Interval:

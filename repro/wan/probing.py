@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from repro.adaln import build
 from repro.balance.models import MODELS
 from repro.balance.types import MicroBatch, Sync
 from repro.corpus.shapes import Corpus, Shape, Tokenizer
@@ -45,7 +46,11 @@ class Setting:
     checkpointing: str = "full"
 
     def engine(self, world: World, corpus: Corpus | None = None) -> Engine:
-        """bf16 on GPUs; corpus: what its steps are of, None where losses are given with every pass."""
+        """bf16 on GPUs; corpus: what its steps are of, None where losses are given with every pass.
+
+        Raises BuildError as `require_kernels`.
+        """
+        require_kernels(self.adaln, world)
         compute: Compute = "bf16" if world.device.type == "cuda" else "master"
         parallelism = Parallelism(
             cast(Sync, self.sync), cast(Checkpointing, self.checkpointing), self.compiled, compute
@@ -59,6 +64,12 @@ _sweep: tuple[Setting, Sweep] | None = None
 
 ON_FREE: list[Callable[[], None]] = []
 """What else is to be dropped before another model takes the memory."""
+
+
+def require_kernels(adaln: str, world: World) -> None:
+    """Raise BuildError where `fused` would run as plain tensor operations on a GPU: that is not what is to be timed."""
+    if adaln == "fused" and world.device.type == "cuda" and not build.ensure_loaded():
+        raise build.BuildError(str(build.failure()))
 
 
 def shape(world: World, *, frames_height_width: Triple, batch: int, **setting: Any) -> dict[str, Any]:

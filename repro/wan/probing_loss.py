@@ -84,6 +84,7 @@ def train(
     loss of held-out samples; `steps`.
     """
     probing.free()
+    probing.require_kernels(adaln, world)
     own = ModelSize(**size)
     shares = tuple((Shape(*shape), share) for shape, share in mix)
     source = _samples(corpus, shares, samples, 0)

@@ -50,30 +50,34 @@ def longest(
     if budget is None:
         peak(start)
     else:
-        best = _search(peak, budget, start, most)
+        peak(1)
+        best = _search(peak, budget, start, most, known[1][0])
     static, held, top = known[best]
     tokens = Tokenizer().tokens(shape_of(best, frame))
     return {"frames": best, "tokens": tokens, "static": static, "held": held, "peak": top, "probed": sorted(known)}
 
 
-def _search(peak: Callable[[int], int], budget: int, start: int, most: int) -> int:
+def _search(peak: Callable[[int], int], budget: int, start: int, most: int, static: int) -> int:
     """Most frames with peak(frames) <= budget, where peaks grow with frames: along the last secant, or by halves.
 
-    Raises ValueError where not even one frame fits.
+    static: bytes without any sample. The first secant begins there, not at a short sample, whose peak is that of the
+    gradients at the end of its backward pass. Raises ValueError where not even one frame fits.
     """
     if peak(1) > budget:
         raise ValueError(f"one latent frame takes {peak(1):,} bytes, more than the budget of {budget:,}")
-    fits, fails, before, guess = 1, most + 1, 1, max(1, min(start, most))
+    fits, fails, guess = 1, most + 1, max(1, min(start, most))
+    before, before_peak = 0, static
     for halve in itertools.cycle((False, False, False, True)):  # a line may mislead, halves do not
         if fails - fits == 1:
             return fits
         guess = (fits + fails) // 2 if halve else min(max(guess, fits + 1), fails - 1)
-        if peak(guess) <= budget:
+        here = peak(guess)
+        if here <= budget:
             fits = guess
         else:
             fails = guess
-        slope = (peak(guess) - peak(before)) / (guess - before)
-        before, guess = guess, int(guess + (budget - peak(guess)) / slope) if slope > 0 else most
+        slope = (here - before_peak) / (guess - before)
+        before, before_peak, guess = guess, here, int(guess + (budget - here) / slope) if slope > 0 else most
     raise AssertionError
 
 

@@ -48,9 +48,9 @@ def test_full_needs_a_gpu_and_all_of_14b_several():
     assert depths[2] == depths[1] | {("wan-14b", 40)}
 
 
-def test_the_small_model_takes_less_than_four_minutes_on_one_gpu():
+def test_the_grid_takes_less_than_four_minutes_on_one_gpu():
+    assert sum(c.seconds for c in shape_sweep.cases("full", gpus(1))) < 240
     found = [c for c in shape_sweep.cases("full", gpus(1)) if c.key["model"] == "wan-1.3b"]
-    assert sum(c.seconds for c in found) < 240
     cells = {(c.key["tokens"], c.key["batch"]) for c in found}
     assert {(s, 48_000 // s) for s in (1560, 3600, 7800, 32_760, 46_800)} <= cells
     assert {(s, 1) for s in (1560, 3600, 7800, 32_760, 46_800)} <= cells
