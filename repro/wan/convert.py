@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from repro.balance.models import LATENT_CHANNELS, MODELS, PATCH, TEXT_WIDTH, TIME_FREQUENCIES, ModelSize
 from repro.wan.block import EPS
 from repro.wan.config import WanConfig
 from repro.wan.initialize import assign, clean_name
+from repro.wan.model import WanModel
 
 # (ours, theirs); {} stands for a block's number. A name is replaced up to the next dot or its end.
 _NAMES = (
@@ -50,7 +51,11 @@ _NAMES = (
 _TO = dict(_NAMES)
 _FROM = {theirs: ours for ours, theirs in _NAMES}
 
-_WEIGHTS = "diffusion_pytorch_model.safetensors"
+_CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights, as safetensors names them."""
+_MOST = 1 << 20
+"""Sizes of a model lie below."""
 
 
 def to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,51 +82,78 @@ def diffusers_config(config: WanConfig) -> dict[str, Any]:
 def read_config(folder: str | Path) -> WanConfig:
     """Sizes of the model in a Diffusers folder (its config.json), named after a preset where one fits.
 
-    Raises FileNotFoundError without a config.json, ValueError for a model that is not a Wan 2.1 text-to-video one.
+    Raises FileNotFoundError without a config.json, ValueError for one that cannot be read or is not of a Wan 2.1
+    text-to-video model.
     """
-    path = Path(folder) / "config.json"
+    path = Path(folder) / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: {folder} must be a Diffusers-format folder (a pipeline keeps it in `transformer`)"
         )
-    told = json.loads(path.read_text())
+    told = _json(path)
     for key, wanted in _fixed().items():
         got = told.get(key, wanted)
         if (tuple(got) if isinstance(got, list) else got) != wanted:
             raise ValueError(f"{path}: {key} must be {wanted} for a Wan 2.1 text-to-video model, got {got}")
-    try:
-        heads, width = told["num_attention_heads"], told["attention_head_dim"]
-        ffn, layers = told["ffn_dim"], told["num_layers"]
-    except KeyError as error:
-        raise ValueError(f"{path} does not give {error}, so it is not a Wan transformer's") from None
+    names = ("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers")
+    for name in names:
+        if name not in told:
+            raise ValueError(f"{path} does not give {name!r}, so it is not a Wan transformer's")
+        if type(told[name]) is not int or not 0 < told[name] < _MOST:
+            raise ValueError(f"{path}: {name} must be a whole number in 1..{_MOST - 1}, got {told[name]!r:.80}")
+    heads, width, ffn, layers = (told[name] for name in names)
     name = next((m.name for m in MODELS.values() if (m.dim, m.ffn, m.heads) == (heads * width, ffn, heads)), "custom")
     return WanConfig(ModelSize(name, dim=heads * width, ffn=ffn, heads=heads, layers=layers))
 
 
 @torch.no_grad()
-def load_diffusers(model: nn.Module, folder: str | Path) -> None:
+def load_diffusers(model: WanModel, folder: str | Path) -> None:
     """Fill a `WanModel` with the weights of a Diffusers-format folder, one safetensors file or an index over several.
 
     The model may be sharded already: tensors are read one at a time, and each rank keeps its part. They are cast to the
-    parameters' dtypes. Nothing is written before names and shapes have been compared.
+    parameters' dtypes. Nothing is written before names and shapes have been compared, and sizes with config.json where
+    there is one.
 
-    Raises FileNotFoundError for a missing file, ValueError for weights of another model or an unreadable file.
+    Raises FileNotFoundError for a missing file, ValueError for weights of another model, weights that are no finite
+    floating-point numbers, and an unreadable file.
     """
     from safetensors import SafetensorError, safe_open
 
+    _check_config(model.config, folder)
     parameters = {clean_name(name): p for name, p in model.named_parameters()}
     files = _files(Path(folder))
     try:
         shapes: dict[str, tuple[int, ...]] = {}
         for path in files:
             with safe_open(path, framework="pt") as weights:
-                shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+                for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                    part = weights.get_slice(name)
+                    if name in shapes:
+                        raise ValueError(f"{path} has {name}, and so has another file: fetch the folder again")
+                    if part.get_dtype() not in _FLOATS:
+                        raise ValueError(f"{path}: {name} must be one of {', '.join(_FLOATS)}, is {part.get_dtype()}")
+                    shapes[name] = tuple(part.get_shape())
         _compare(shapes, {_rename(name, _TO): tuple(p.shape) for name, p in parameters.items()}, Path(folder))
         for name, tensor in _tensors(files):
             parameter = parameters[_rename(name, _FROM)]
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"{folder}: {name} has weights that are not finite: nothing can be trained from them")
             assign(parameter, tensor.to(parameter.device))
     except SafetensorError as error:
         raise ValueError(f"{folder} has a weights file that cannot be read ({error}): fetch it again") from None
+
+
+def _check_config(config: WanConfig, folder: str | Path) -> None:
+    """Compare a model with a Diffusers folder's config.json, where there is one: shapes do not tell heads apart.
+
+    Raises ValueError where sizes differ, and as `read_config`.
+    """
+    if not (Path(folder) / _CONFIG).is_file():
+        return
+    wanted, told = diffusers_config(config), diffusers_config(read_config(folder))
+    different = [f"{key} {told[key]} (here {value})" for key, value in wanted.items() if told[key] != value]
+    if different:
+        raise ValueError(f"{Path(folder) / _CONFIG} is of another model: {', '.join(different)}")
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -138,12 +170,31 @@ def _files(folder: Path) -> list[Path]:
     index = folder / f"{_WEIGHTS}.index.json"
     names = [_WEIGHTS]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        told = _json(index).get("weight_map")
+        if not isinstance(told, dict) or not told or not all(_is_name(v) for v in told.values()):
+            raise ValueError(f"{index} must have a weight_map from names of weights to names of files beside it")
+        names = sorted(set(told.values()))
     files = [folder / name for name in names]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: it must be a complete Diffusers-format folder")
     return files
+
+
+def _is_name(value: object) -> bool:
+    """Whether it names a file of the folder itself."""
+    return isinstance(value, str) and value not in ("", "..") and not re.search(r"[/\\\0]", value)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a file that holds none."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({type(error).__name__}: {error}): fetch it again") from None
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} must hold a JSON object, holds {told!r:.80}")
+    return told
 
 
 def _compare(got: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], folder: Path) -> None:

@@ -236,12 +236,35 @@ def _read(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
     try:
-        with path.open() as file:
-            rows = [row for row in csv.DictReader(file) if None not in row.values()]
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = list(csv.reader(file))
+        if lines and tuple(lines[0]) != _COLUMNS:
+            raise ValueError(f"its first line must be {','.join(_COLUMNS)}")
+        if len(lines) > 1 and len(lines[-1]) < len(_COLUMNS):
+            del lines[-1]
+        rows = [dict(zip(_COLUMNS, line, strict=True)) for line in lines[1:]]
+        timed: set[tuple[str, str, str]] = set()
         for row in rows:
-            row["setting"], row["fits"], float(row["seconds"]), [int(row[n]) for n in ("batch", "tokens", "peak_bytes")]
-            if row["shape"] != _END:
-                Shape(*map(int, row["shape"].split("x")))
-    except (KeyError, TypeError, ValueError) as error:
+            _check(row)
+            key = row["setting"], row["shape"], row["batch"]
+            if key in timed:
+                raise ValueError(f"{row['shape']} x {row['batch']} is there twice")
+            if not math.isnan(float(row["seconds"])):  # memory alone may be followed by times
+                timed.add(key)
+    except (csv.Error, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no record of a sweep ({error}): move it away to measure anew") from error
     return rows
+
+
+def _check(row: dict[str, str]) -> None:
+    """Raise ValueError for what no sweep writes."""
+    seconds, end = float(row["seconds"]), row["shape"] == _END
+    if seconds < 0 or math.isinf(seconds):
+        raise ValueError(f"seconds must be positive and finite, got {seconds}")
+    for name, least in (("batch", 0 if end else 1), ("tokens", 1), ("peak_bytes", -1)):
+        if not least <= int(row[name]) < 1 << 63:
+            raise ValueError(f"{name} must be at least {least} and below 2^63, got {row[name]}")
+    if row["fits"] not in ("0", "1"):
+        raise ValueError(f"fits must be 0 or 1, got {row['fits']!r:.80}")
+    if not end and int(row["tokens"]) != (tokens := Tokenizer().tokens(Shape(*map(int, row["shape"].split("x"))))):
+        raise ValueError(f"{row['shape']} has {tokens} tokens, got {row['tokens']}")

@@ -9,7 +9,7 @@ from repro import compare, plan, train
 from repro.plan_setup import PlanError
 from repro.wan import make_corpus
 from repro.wan.samples import DataError
-from tests.faults import doors_functions, doors_plan, doors_results, doors_train
+from tests.faults import doors_functions, doors_plan, doors_results, doors_start, doors_train
 
 COMMANDS: dict[str, typer.Typer] = {
     "repro.all": repro.all.app,
@@ -18,6 +18,8 @@ COMMANDS: dict[str, typer.Typer] = {
     "repro.train": train.app,
     "repro.wan.make_corpus": make_corpus.app,
     "checkpoints": train.app,
+    "weights": train.app,
+    "calibration.csv": train.app,
 }
 FUNCTIONS: dict[str, tuple[type[Exception], ...]] = {
     "plan files": (PlanError,),
@@ -27,4 +29,4 @@ FUNCTIONS: dict[str, tuple[type[Exception], ...]] = {
     "policies and layouts": (ValueError, KeyError),
     "cost fit": (ValueError,),
 }
-CASES = [*doors_results.CASES, *doors_plan.CASES, *doors_train.CASES, *doors_functions.CASES]
+CASES = [*doors_results.CASES, *doors_plan.CASES, *doors_train.CASES, *doors_start.CASES, *doors_functions.CASES]

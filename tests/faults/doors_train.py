@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from typer.testing import CliRunner
 
 from repro import train
@@ -226,19 +228,23 @@ def _trained() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+def trained(folder: Path) -> Path:
+    """A run of one step in `folder`."""
+    return Path(shutil.copytree(_trained().name, folder / "run"))
+
+
 def checkpoint(kind: str, name: str, told: str, break_it: Callable[[Path], None], *more: object) -> Case:
     """A run that is to go on from a checkpoint, or a log, that was broken."""
 
     def given(folder: Path) -> Arguments:
-        shutil.copytree(_trained().name, folder / "run")
-        break_it(folder / "run")
+        break_it(trained(folder))
         return [*TINY, *MADE_UP, "--out", folder / "run", *more]
 
     return Case(CHECKPOINTS, kind, name, given, told)
 
 
 STEP = "checkpoints/step-00000001"
-ABOUT = f"{STEP}/about.json"
+ABOUT, TENSORS = f"{STEP}/about.json", f"{STEP}/tensors.json"
 
 
 def about(*path: str, value: Any = None) -> Callable[[Path], None]:
@@ -259,6 +265,54 @@ def about(*path: str, value: Any = None) -> Callable[[Path], None]:
     return change
 
 
+def indexed(chunk: tuple[int, Any] | None = None, **changed: Any) -> Callable[[Path], None]:
+    """Change what the index says of the first tensor: entries, or one number of its first chunk."""
+
+    def change(run: Path) -> None:
+        told = json.loads((run / TENSORS).read_text())
+        first = next(iter(told["tensors"].values()))
+        first.update(changed)
+        if chunk is not None:
+            first["chunks"][0][chunk[0]] = chunk[1]
+        (run / TENSORS).write_text(json.dumps(told))
+
+    return change
+
+
+CODE_RAN = "code-ran"
+
+
+class Code:
+    """What makes the file `CODE_RAN` as its pickle is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(CODE_RAN),)
+
+
+def pickled_code() -> bytes:
+    """A whole file of it."""
+    return pickle.dumps(Code())
+
+
+def saved(setting: str, value: object) -> Callable[[Path], None]:
+    """Put a value, pickled, in the place of an optimizer's setting, or of the first tensor."""
+
+    def change(run: Path) -> None:
+        (shard,) = (run / STEP).glob("*.distcp")
+        told = json.loads((run / TENSORS).read_text())
+        where = [shard.name, shard.stat().st_size]
+        with shard.open("ab") as file:
+            torch.save(value, file)
+        where.append(shard.stat().st_size - where[1])
+        if setting:
+            told["others"][f"optimizer.param_groups.0.{setting}"] = where
+        else:
+            next(iter(told["tensors"].values()))["chunks"][0][2:] = where
+        (run / TENSORS).write_text(json.dumps(told))
+
+    return change
+
+
 def every_shard(change: Callable[[str], Callable[[Path], None]]) -> Callable[[Path], None]:
     """Break every file of tensors."""
     return lambda run: [change(str(p.relative_to(run)))(run) for p in (run / STEP).glob("*.distcp")] and None
@@ -271,20 +325,30 @@ STATES = [
     checkpoint("missing", "no tensors", DAMAGED, every_shard(lambda n: lambda r: (r / n).unlink())),
     checkpoint("empty", "about.json", NONE, content(ABOUT, b"")),
     checkpoint("empty", "tensors", DAMAGED, every_shard(lambda n: content(n, b""))),
-    checkpoint("empty", "metadata", DAMAGED, content(f"{STEP}/.metadata", b"")),
+    checkpoint("missing", "no index", DAMAGED, lambda r: (r / TENSORS).unlink()),
+    checkpoint("empty", "index", DAMAGED, content(TENSORS, b"")),
     checkpoint("malformed", "a list", NONE, content(ABOUT, b"[]")),
     checkpoint("malformed", "no JSON", NONE, content(ABOUT, b"what")),
     checkpoint("malformed", "tensors", DAMAGED, every_shard(lambda n: content(n, b"what" * 1000))),
-    checkpoint("malformed", "metadata", DAMAGED, content(f"{STEP}/.metadata", b"what" * 100)),
-    checkpoint("malformed", "another format", "format 99, this reads 1", about("format", value=99)),
+    checkpoint("malformed", "index", DAMAGED, content(TENSORS, b"what" * 100)),
+    checkpoint("malformed", "an index that is a list", DAMAGED, content(TENSORS, b"[]")),
+    checkpoint("malformed", "another format", "format 99, this reads 2", about("format", value=99)),
     checkpoint("malformed", "no step", NONE, about("step")),
     checkpoint("malformed", "no sampler", NONE, about("sampler")),
     checkpoint("malformed", "a sampler without corpus", NONE, about("sampler", "corpus")),
     checkpoint("malformed", "no options", NONE, about("options")),
     checkpoint("truncated", "about.json", NONE, halve(ABOUT)),
     checkpoint("truncated", "tensors", DAMAGED, every_shard(halve)),
-    checkpoint("truncated", "metadata", DAMAGED, halve(f"{STEP}/.metadata")),
+    checkpoint("truncated", "index", DAMAGED, halve(TENSORS)),
     checkpoint("not UTF-8", "about.json", NONE, content(ABOUT, b"\xff\xfe{}")),
+    checkpoint("not UTF-8", "index", DAMAGED, content(TENSORS, b"\xff\xfe{}")),
+    checkpoint("wrong type", "a dtype that is a function", DAMAGED + ".*dtype", indexed(dtype="load")),
+    checkpoint("wrong type", "a size in words", DAMAGED, indexed(size=["large"])),
+    checkpoint("wrong type", "a setting in words", DAMAGED + ".*betas must be a tuple", saved("betas", "fast")),
+    checkpoint("negative", "a place in a file", DAMAGED + ".*at least 0", indexed(chunk=(3, -1))),
+    checkpoint("overflow", "a length", DAMAGED + ".*at least 0", indexed(chunk=(4, 10**30))),
+    checkpoint("huge", "a length beyond the file", DAMAGED, indexed(chunk=(3, 10**15))),
+    checkpoint("huge", "a tensor of 10^15 rows", DAMAGED, indexed(size=[10**15])),
     checkpoint("wrong type", "a model in words", NONE, about("model", value="large")),
     checkpoint("wrong type", "a step in words", NONE, about("step", value="one")),
     checkpoint("wrong type", "an epoch in words", NONE, about("sampler", "epoch", value="first")),
@@ -293,6 +357,10 @@ STATES = [
     checkpoint("overflow", "an epoch", NONE, about("sampler", "epoch", value=10**30)),
     checkpoint("adversarial", "another corpus", "another corpus", lambda r: None, "--samples", 41),
     checkpoint("adversarial", "another model", "another model: layers 1", lambda r: None, "--layers", 2),
+    checkpoint("adversarial", "code for a setting", DAMAGED, saved("betas", Code())),
+    checkpoint("adversarial", "code for a tensor", DAMAGED, saved("", Code())),
+    checkpoint("adversarial", "another file's tensors", DAMAGED + ".*no file of a", indexed(chunk=(2, "../../x.pt"))),
+    checkpoint("adversarial", "an index nested 100,000 deep", DAMAGED, content(TENSORS, b"[" * 100_000)),
     checkpoint("adversarial", "nested 100,000 deep", NONE, content(ABOUT, b"[" * 100_000)),
     checkpoint(
         "malformed", "a log of another making", r"steps\.csv is no step log", content("steps.csv", b"a,b\n1,2\n")
