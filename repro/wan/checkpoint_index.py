@@ -4,13 +4,18 @@
 is no tensor (an optimizer's settings); a pickle runs code as it is read. Its index is written here again as
 `tensors.json`, and that is read in its place; what is no tensor is read with `weights_only`, as tensors are anyway.
 `.metadata` stays for PyTorch's own tools.
+
+Nor is a checkpoint read that has changed on the disk: `digests.json` has the small files' SHA-256, and tensors carry a
+CRC-32 of PyTorch's, which PyTorch itself does not look at.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from repro.records import files
 
 NAME = "tensors.json"
+DIGESTS = "digests.json"
 _DATA = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -50,6 +56,40 @@ def write(folder: Path, metadata: Metadata) -> None:
         else:
             others[name] = _place(metadata, MetadataIndex(name))
     files.replace(folder / NAME, json.dumps({"tensors": tensors, "others": others}).encode())
+    files.replace(folder / DIGESTS, json.dumps(digests(folder), indent=1).encode())
+
+
+def check(folder: Path, name: str) -> None:
+    """Raise ValueError where a small file is not as it was written, OSError where one is missing."""
+    try:
+        told = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{DIGESTS} is malformed ({type(error).__name__}: {error})") from error
+    if digests(folder)[name] != told.get(name):
+        raise ValueError(f"{name} has changed since it was written")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of the JSON files, what `DIGESTS` holds, by name."""
+    small = sorted(p for p in folder.glob("*.json") if p.name != DIGESTS)
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in small}
+
+
+def check_tensors(folder: Path, metadata: Metadata, rank: int, ranks: int) -> None:
+    """Read a rank's part of everything there is, the parts of all ranks being the whole.
+
+    About a second a gigabyte. Raises ValueError where something is not as it was written, OSError for a missing file.
+    """
+    places = sorted({(i.relative_path, i.offset, i.length) for i in metadata.storage_data.values()})
+    for path, offset, length in places[rank::ranks]:
+        try:
+            with (folder / path).open("rb") as file:
+                file.seek(offset)
+                broken = zipfile.ZipFile(io.BytesIO(file.read(length))).testzip()
+        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+            raise ValueError(f"{path} has changed at byte {offset:,}: {error}") from error
+        if broken is not None:
+            raise ValueError(f"{path} has changed at byte {offset:,}: CRC-32 of {broken}")
 
 
 def read(folder: Path) -> Metadata:

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +25,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from repro.records import files
 from repro.wan import checkpoint_index
-from repro.wan.parallel import World
+from repro.wan.parallel import World, WorldError, on_first
 
 FORMAT = 2
 _LATEST = "latest"
@@ -54,27 +56,30 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep must be at least 1 checkpoint, got {keep}")
         self.folder, self.world, self.keep = folder, world, keep
-        self._group = dist.new_group(backend="gloo")  # its own: saving goes on while training uses the other
+        # Its own: saving goes on while training uses the other.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.patience))
         self._saving: Future[Any] | None = None
         self._name = ""
         self._committed = threading.Event()
         self._failure: BaseException | None = None
-        if world.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            for partial in folder.glob(".step-*"):  # of a run that was killed
-                shutil.rmtree(partial)
-        dist.barrier(self._group)
+        on_first(world, self._begin, self._group)
+
+    def _begin(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for partial in self.folder.glob(".step-*"):  # of a run that was killed
+            shutil.rmtree(partial)
 
     def newest(self) -> Path | None:
         """The checkpoint to go on from, on every rank the same: what `latest` names, or else the newest one."""
-        found: list[str | None] = [None]
-        if self.world.is_first:
-            named = self.folder / _LATEST
-            name = named.read_text().strip() if named.exists() else ""
-            complete = [p.name for p in self._complete()]
-            found = [name if name in complete else complete[-1] if complete else None]
+        found = [on_first(self.world, self._newest, self._group)]
         dist.broadcast_object_list(found, src=0, group=self._group)
         return self.folder / found[0] if found[0] else None
+
+    def _newest(self) -> str | None:
+        named = self.folder / _LATEST
+        name = named.read_text(errors="replace").strip() if named.exists() else ""
+        complete = [p.name for p in self._complete()]
+        return name if name in complete else complete[-1] if complete else None
 
     def _complete(self) -> list[Path]:
         return sorted(p for p in self.folder.glob("step-*") if (p / ".metadata").exists())
@@ -90,15 +95,16 @@ class Checkpoints:
         """Start to save what `step` optimizer steps made; returns once it is copied to host memory.
 
         about: JSON that `read_about` gives back, with the model's description under "model". used: any array.
-        Raises SaveError for the save before.
+        Raises SaveError, on all ranks, for the save before, and where this one cannot begin.
         """
         self.wait()
         name = f"step-{step:08d}"
         partial = self.folder / f".{name}"
-        if self.world.is_first:
-            partial.mkdir(exist_ok=True)
-            text = json.dumps({"format": FORMAT, "step": step, "torch": torch.__version__, **about}, indent=1)
-            files.replace(partial / _ABOUT, text.encode())
+        text = json.dumps({"format": FORMAT, "step": step, "torch": torch.__version__, **about}, indent=1)
+        try:
+            on_first(self.world, lambda: files.replace(partial / _ABOUT, text.encode()), self._group)
+        except (OSError, WorldError) as error:
+            raise SaveError(self._told(name, str(error))) from error
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state: dict[str, Any] = {
             "model": model_state,
@@ -118,19 +124,28 @@ class Checkpoints:
             checkpoint_index.write(partial, done.result())
             final = self.folder / name
             if final.exists():  # written before a return to an older one
-                shutil.rmtree(final)
+                self._remove(final)
             os.replace(partial, final)
             _sync_folder(self.folder)
             files.replace(self.folder / _LATEST, f"{name}\n".encode())
             for old in [p for p in self._complete() if p.name != name][: -(self.keep - 1) or None]:
-                shutil.rmtree(old)
+                self._remove(old)
         except BaseException as error:  # runs in a thread: `wait` raises it where it is seen
             self._failure = error
         finally:
             self._committed.set()
 
-    def wait(self) -> None:
-        """Wait until a save under way is complete. Raises SaveError, on all ranks if one of them cannot write."""
+    def _remove(self, path: Path) -> None:
+        """Hidden first, so that what a kill leaves of it is not taken for a checkpoint."""
+        hidden = path.with_name(f".{path.name}.removed")
+        os.replace(path, hidden)
+        shutil.rmtree(hidden)
+
+    def wait(self, alone: bool = False) -> None:
+        """Wait until a save under way is complete. Raises SaveError, on all ranks if one of them cannot write.
+
+        alone: this rank is ending, and does not ask the others.
+        """
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
@@ -138,11 +153,30 @@ class Checkpoints:
         if self.world.is_first:
             self._committed.wait()  # a future wakes its waiters before it calls back
             failure, self._failure = failure or self._failure, None
-        if failure is not None:
-            raise SaveError(
-                f"{self.folder / self._name} could not be written: {_cause(failure)}; complete checkpoints "
-                "stand: see to space there, and the same command goes on"
-            ) from failure
+        cause = _cause(failure) if failure is not None else ""
+        if not alone:
+            cause = self._some(cause)
+        if cause:
+            raise SaveError(self._told(self._name, cause)) from failure
+
+    def _some(self, mine: str) -> str:
+        """The first rank's text that has one, on all ranks."""
+        texts: list[str] = [""] * self.world.size
+        dist.all_gather_object(texts, mine, group=self._group)
+        return next(filter(None, texts), "")
+
+    def _broken(self, path: Path, metadata: Metadata) -> str:
+        try:
+            checkpoint_index.check_tensors(path, metadata, self.world.rank, self.world.size)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
+
+    def _told(self, name: str, cause: str) -> str:
+        return (
+            f"{self.folder / name} could not be written: {cause}; complete checkpoints stand: see to space there, and "
+            "the same command goes on"
+        )
 
     def read_about(self, path: Path, model: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint is of. Raises CheckpointError for an unreadable one, or of another model than `model`."""
@@ -151,6 +185,7 @@ class Checkpoints:
             version, of = about["format"], dict(about["model"])
             if version == FORMAT:
                 _check_state(about)
+                checkpoint_index.check(path, _ABOUT)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
         if version != FORMAT:
@@ -165,11 +200,14 @@ class Checkpoints:
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, used_bytes: int) -> npt.NDArray[Any]:
         """Load model, optimizer and random state in place, on any number of ranks; returns `used`, [2, used_bytes].
 
-        A rank that the interrupted run did not have keeps its own random state.
-        Raises CheckpointError for files that are missing or damaged.
+        All of it is read once before, for its checksums. A rank that the interrupted run did not have keeps its own
+        random state. Raises CheckpointError, on all ranks, for files that are missing or damaged.
         """
         try:
             metadata = checkpoint_index.read(path)
+            checkpoint_index.check(path, checkpoint_index.NAME)
+            if broken := self._some(self._broken(path, metadata)):
+                raise ValueError(broken)
             model_state, optimizer_state = get_state_dict(model, optimizer)
             random = {k: v for k, v in _random_state(self.world.rank).items() if k in metadata.state_dict_metadata}
             used = torch.zeros(2, used_bytes, dtype=torch.uint8)

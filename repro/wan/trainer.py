@@ -128,7 +128,7 @@ class Trainer:
             stopped = self._loop(log, stop)
         except BaseException:
             with contextlib.suppress(Exception):  # what ended the run is what its user must read
-                self.checkpoints.wait()
+                self.checkpoints.wait(alone=True)
             raise
         self.checkpoints.wait()
         return stopped

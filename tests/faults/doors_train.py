@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from repro import train
 from repro.corpus.shapes import Shape, Tokenizer
+from repro.wan import checkpoint_index
 from repro.wan.log import COLUMNS
 from repro.wan.shards import ShardedSamples, ShardWriter
 from tests.faults.cases import Arguments, Case, options
@@ -237,7 +238,10 @@ def checkpoint(kind: str, name: str, told: str, break_it: Callable[[Path], None]
     """A run that is to go on from a checkpoint, or a log, that was broken."""
 
     def given(folder: Path) -> Arguments:
-        break_it(trained(folder))
+        step = trained(folder) / STEP
+        break_it(folder / "run")
+        # What was changed on purpose carries the right digest, so that what is behind that check is tried too.
+        (step / checkpoint_index.DIGESTS).write_text(json.dumps(checkpoint_index.digests(step)))
         return [*TINY, *MADE_UP, "--out", folder / "run", *more]
 
     return Case(CHECKPOINTS, kind, name, given, told)
