@@ -123,6 +123,10 @@ class PowerCost(MeasuredCost):
     b: float
     p: float
 
+    def __str__(self) -> str:
+        a, b = (value * self.layers / self.measured_layers for value in (self.a, self.b))
+        return f"{a:.3g} + {b:.3g} B (S / 10^4)^{self.p:.3g}"
+
     def _seconds(self, batch: Floats, tokens: Floats) -> Floats:
         return self.a + self.b * batch * (tokens / UNIT) ** self.p
 
@@ -138,6 +142,10 @@ class QuadraticCost(MeasuredCost):
     b: float
     c: float
     d: float = 0.0
+
+    def __str__(self) -> str:
+        a, b, c, d = (value * self.layers / self.measured_layers for value in (self.a, self.b, self.c, self.d))
+        return f"{a:.3g} + B ({b:.3g} s + {c:.3g} s^2 + {d:.3g}), s = S / 10^4"
 
     def _seconds(self, batch: Floats, tokens: Floats) -> Floats:
         s = tokens / UNIT

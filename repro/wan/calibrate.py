@@ -54,7 +54,10 @@ def calibrate(
     """
     deadline = time.monotonic() + 60 * minutes
     ended = sweep.ended
-    if ended is None:
+    if ended is not None:
+        say(f"shapes as measured before: {sweep.path}")
+    else:
+        say(f"measuring for about {minutes:g} minutes: seconds of forward and backward of B samples of a shape")
         shapes = sweep_shapes(corpus)
         if m_mem is None:
             budget = sweep.memory_budget(accumulates)
@@ -72,14 +75,14 @@ def calibrate(
         "calibration",
     )
     power, quadratic = fit("power", data), fit("quadratic", data)
-    error = quadratic.held_out_mape
     costs = Costs(
         cast(PowerCost, power.cost.extrapolating()),
         cast(QuadraticCost, quadratic.cost.extrapolating()),
         f"{len(fitting)} shapes measured by this run; held-out error {power.held_out_mape:.1f}% (power), "
-        f"{error:.1f}% (quadratic)",
+        f"{quadratic.held_out_mape:.1f}% (quadratic)",
     )
-    return Calibration(m_mem, tuple(probes), costs, error)
+    say(f"fitted, in seconds: {costs.power}, and {costs.quadratic}")
+    return Calibration(m_mem, tuple(probes), costs, quadratic.held_out_mape)
 
 
 def _sweep(

@@ -21,13 +21,14 @@ from typer.testing import CliRunner
 from repro import train
 from repro.corpus.shapes import Shape, Tokenizer
 from repro.wan import checkpointing, sweep
+from repro.wan.batching import MODES
 from repro.wan.log import COLUMNS
 from repro.wan.samples import FlowLosses
 from repro.wan.shards import ShardWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model", "tiny", "--layers", "1", "--corpus", "tiny", "--samples", "60", "--m-mem", "256", "--device", "cpu"]
-MODES = {"baseline": "equal_token over", "adaptiveload": "dual_constraint over", "balanced": "balanced over"}
+RULES = {"baseline": "equal_token over", "adaptiveload": "dual_constraint over", "balanced": "balanced over"}
 
 
 def run(out, *options):
@@ -39,11 +40,11 @@ def rows(out):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RULES)
 def test_each_mode_trains_and_logs(tmp_path, mode):
     done = run(tmp_path, "--mode", mode, "--steps", "3", "--log-every", "1")
     assert done.exit_code == 0, done.output
-    assert MODES[mode] in done.output and "costs: FLOPs (no step times of cpu-" in done.output
+    assert RULES[mode] in done.output and "costs: FLOPs (no step times of cpu-" in done.output
     assert ("eager AdaLN" if mode == "baseline" else "fused AdaLN") in done.output
     assert "step 2  loss" in done.output and "MFU unknown" in done.output and "left 0:00:00" in done.output
     logged = rows(tmp_path)
@@ -128,12 +129,15 @@ def test_on_a_cpu_no_micro_batch_exceeds_the_longest_sample_unless_asked(tmp_pat
 
 
 def test_steps_of_many_micro_batches_are_announced(tmp_path):
-    """A small token budget beside a large M_mem: the published rule takes several batches for the samples of one."""
+    """A small token budget beside a large M_mem: the published rule takes several batches for the samples of one.
+
+    As published it takes one all the same, which is what the paper's two modes do unless told otherwise.
+    """
     options = ["--mode", "adaptiveload", "--m-mem", "1000", "--token-budget", "180", "--steps", "1"]
-    matched = run(tmp_path / "matched", *options)
+    matched = run(tmp_path / "matched", *options, "--protocol", "matched")
     assert matched.exit_code == 0, matched.output
     assert re.search(r"5\.\d micro-batches a step and rank: as many samples as 1 of 1,000 tokens", matched.output)
-    published = run(tmp_path / "published", *options, "--protocol", "as_published")
+    published = run(tmp_path / "published", *options)
     assert published.exit_code == 0 and "micro-batches a step and rank" not in published.output
     assert (rows(tmp_path / "matched")[0]["micro_batches"], rows(tmp_path / "published")[0]["micro_batches"]) == (
         "5",
@@ -141,14 +145,41 @@ def test_steps_of_many_micro_batches_are_announced(tmp_path):
     )
 
 
+def test_the_paper_s_modes_take_one_micro_batch_a_step_unless_more_are_asked_for():
+    protocols = {name: [mode.protocol_of(m) for m in (1, 2)] for name, mode in MODES.items()}
+    assert protocols == {
+        "baseline": ["as_published", "matched"],
+        "adaptiveload": ["as_published", "matched"],
+        "balanced": ["matched", "matched"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--m-mem", "100"], "exceeds the memory limit of 100 tokens"),
+        (["--protocol", "fair"], "protocol must be 'as_published' or 'matched', got 'fair'"),
+        (["--protocol", "as_published", "--micro-batches", "2"], "as_published means one micro-batch a step and rank"),
+        (["--policy", "equal_token", "--token-budget", "500"], "more than the memory limit of 256: lower its budget"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_anything_is_measured(tmp_path, options, message):
+    done = run(tmp_path, "--steps", "1", "--calibrate", "3", *options)
+    assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
+    assert not (tmp_path / "calibration.csv").exists()
+
+
 def test_calibrate_and_train_in_one_command(tmp_path):
     options = ["--calibrate", "0.001", "--mode", "adaptiveload", "--steps"]
     done = run(tmp_path, *options, "2")
     assert done.exit_code == 0, done.output
     assert "shapes measured by this run; held-out error" in done.output and "batch 1\n" in done.output
+    assert "measuring for about 0.001 minutes" in done.output and re.search(r"fitted, in seconds: \S+ \+ ", done.output)
+    assert re.search(r"M_mem 256 tokens, M_comp \S+ tokens\^p, p \d", done.output)
     measured = (tmp_path / "calibration.csv").read_text()
     again = run(tmp_path, *options, "4")
     assert again.exit_code == 0 and "dealt anew" not in again.output, "no new measurement, so the same schedule"
+    assert f"shapes as measured before: {tmp_path}/calibration.csv" in again.output
     assert (tmp_path / "calibration.csv").read_text() == measured
 
 
@@ -203,7 +234,7 @@ def torchrun(out, *agent, options=()):
 
 
 def test_two_nodes_meet_at_one_rendezvous(tmp_path):
-    """Two torchrun agents, as on two machines, and two ranks each; then one alone is told that ranks are missing."""
+    """Two torchrun agents, as on two machines, with a rank each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
