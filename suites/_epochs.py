@@ -13,10 +13,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from repro.balance import limits, metrics, policies, replay
+from repro.balance import assumptions, limits, metrics, policies, replay
 from repro.balance.campaign import Setting
 from repro.balance.cost import UNIT, MeasuredCost, PowerCost, QuadraticCost
 from repro.balance.fit import FORMS, Observations, fit
+from repro.balance.models import MODELS
 from repro.balance.replay import SoloTimes
 from repro.balance.schedule import ABSENT, Schedule, largest_batches
 from repro.corpus.shapes import Corpus
@@ -26,8 +27,35 @@ from repro.suite import Measurement
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+CALIBRATION = "calibration"
+"""In the place of a policy: solo times that costs are fitted to."""
+POLICIES = ("equal_token", "dual_constraint", "balanced")
+SOLO = "solo_at_"
+"""Of metrics that hold the solo time of a shape."""
+CLAIMED_RANKS = 8
+"""The fewest that the paper speaks of."""
+SMALL, LARGE = ("wan-1.3b", 6), (assumptions.MODEL, 2)
+"""Models and their blocks. What decides claims has the width that they assume; the small one leaves fewer GPUs, which
+decide less, the time for more cells."""
+
 FEWEST_STEPS = 3
 """Steps below which nothing is said about their correlation."""
+
+
+def scaled_model(ranks: int) -> tuple[str, int]:
+    """Model and blocks that so many GPUs train."""
+    return LARGE if ranks >= CLAIMED_RANKS else SMALL
+
+
+def depth(model: str, layers: int) -> str:
+    """For notes."""
+    return f"{model} with {layers} of {MODELS[model].layers} blocks"
+
+
+def solo_shape(metric: str) -> tuple[int, int]:
+    """(batch, tokens of a sample) of a metric that begins with SOLO."""
+    batch, tokens = metric.removeprefix(SOLO).split("x")
+    return int(batch), int(tokens)
 
 
 @dataclass(frozen=True)
@@ -154,6 +182,7 @@ class Epoch:
             found.append(steps("peak_memory", "GB", lambda i: peak_TR[i].mean() / 1e9))
             if device_bytes:
                 found.append(steps("device_use", "fraction", lambda i: peak_TR[i].mean() / device_bytes))
+        found += [exact(f"{SOLO}{b}x{n}", "ms", 1e3 * t) for (b, n), t in sorted(self.times.times.items())]
         for name, seconds in (("step", wall), ("replay", self.predicted), ("work", work)):
             found += [exact(f"{name}_at_{t}", "ms", 1e3 * float(x)) for t, x in enumerate(seconds)]
         return found

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from repro.balance import metrics
 from repro.balance.schedule import ABSENT, Layout, Schedule, largest_batches
-from repro.balance.types import Sync
+from repro.balance.types import Cost, Sync
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -58,8 +58,8 @@ def micro_batches(schedule: Schedule, m_mem: int) -> list[tuple[int, int]]:
     return sorted(used | {(int(k), int(full[k])) for k in np.flatnonzero(schedule.corpus.counts)})
 
 
-def predict(schedule: Schedule, solo: SoloTimes, update: float, sync: Sync) -> FloatArray:
-    """float64 [T], seconds of each step; `update` of them beside its passes."""
+def predict(schedule: Schedule, solo: Cost, update: float, sync: Sync) -> FloatArray:
+    """float64 [T], seconds of each step; `update` of them beside its passes. solo: `SoloTimes`, or a cost from them."""
     passes: FloatArray = metrics.slowest(metrics.compute_seconds(schedule, solo), sync).sum(axis=1)
     return passes + update
 

@@ -14,7 +14,7 @@ from repro.balance.campaign import Setting
 from repro.measure.machine import read_machine
 from repro.report import style
 from repro.suite import CaseSkipped, load
-from suites import _epochs, throughput_measured
+from suites import _epoch_claims, _epochs, throughput_measured
 
 CPU = SimpleNamespace(has_gpu=False, gpu_count=0)
 UPDATE = 0.02
@@ -152,7 +152,7 @@ def test_an_epoch_is_whole_micro_batches_of_the_baseline():
 
 
 def test_what_goes_as_simulated_replays_without_error(measured):
-    errors = measured[measured["metric"].isin(throughput_measured.REPLAY_BARS)]
+    errors = measured[measured["metric"].isin(_epoch_claims.REPLAY_BARS)]
     assert len(errors) == 2 * 21 and errors["value"].abs().max() < 1e-9
     at = {"adaln": "fused", "protocol": "matched"}
     share = {p: of(measured, "share_of_perfect", policy=p, **at) for p in throughput_measured.POLICIES}
