@@ -45,7 +45,7 @@ def can_simulate(profile: Profile, machine: Machine) -> bool:
 
 
 def simulated(case: Case, inputs: pd.DataFrame, effort: Effort = FULL) -> tuple[Campaign, Setting, Outcome]:
-    """The campaign of these rows, and the outcome of a case. Raises CaseSkipped where `block_time` has too few rows.
+    """The campaign of these rows, and the outcome of a case. Raises CaseSkipped where there are too few rows.
 
     effort: of the full profile.
     """
@@ -56,7 +56,7 @@ def simulated(case: Case, inputs: pd.DataFrame, effort: Effort = FULL) -> tuple[
         found.cost(setting.model, setting.adaln, setting.m_mem)
         found.policy(setting)
     except ValueError as e:
-        raise CaseSkipped(f"block_time has too few rows yet: {e}") from e
+        raise CaseSkipped(f"there are too few rows yet: {e}") from e
     return found, setting, found.run(setting)
 
 

@@ -58,9 +58,9 @@ def _draw_paper(device: str, table: pd.DataFrame) -> Figure:
     style.legend(figure, ["simulated"], axes=[axes[0, 0]], paper=PAPER)
     caption = (
         f"Gain of AdaptiveLoad (dual constraint, fused AdaLN) in tokens/s over equal-token batches with eager AdaLN, "
-        f"simulated from block_time on {device}; {AROUND}. M_comp in units of B S^p of the longest bucket's baseline "
-        "batch. Maps: white lines at the paper's gains (25.6% dashed, 27.18% solid), crosses where it reports them if "
-        "memory is what its VRAM rise says."
+        f"simulated from step times measured on {device}; {AROUND}. M_comp in units of B S^p of the longest bucket's "
+        "baseline batch. Maps: white lines at the paper's gains (25.6% dashed, 27.18% solid), crosses "
+        "where it reports them if memory is what its VRAM rise says."
     )
     return Figure(f"sensitivity-{device}", figure, caption, ("T1", "T2"))
 
@@ -158,8 +158,8 @@ def _draw_policies(device: str, table: pd.DataFrame) -> Figure:
     _draw_corpora(figure.add_subplot(grid[1, :]), table, base)
     style.legend(figure, ["simulated"], axes=[ranks], paper=PAPER)
     caption = (
-        f"Gain of every policy in tokens/s over equal-token batches, eager AdaLN throughout, simulated from block_time "
-        f"on {device}; {AROUND}. Bars are 95% intervals over seeds."
+        "Gain of every policy in tokens/s over equal-token batches, eager AdaLN throughout, simulated from step times "
+        f"measured on {device}; {AROUND}. Bars are 95% intervals over seeds."
     )
     return Figure(f"sensitivity_policies-{device}", figure, caption, ("T1", "T2"))
 
@@ -217,8 +217,8 @@ def _draw_lead(device: str, leads: pd.DataFrame) -> Figure:
     style.legend(figure, ["simulated"])
     caption = (
         "Samples/s of balanced over the fastest policy whose steps are no further from the corpus' mix, simulated "
-        f"from block_time on {device}: four micro-batches a step, samples a step matched, M_mem {TOKEN_BUDGET:,} "
-        "tokens. Bars are 95% intervals over seeds."
+        f"from step times measured on {device}: four micro-batches a step, samples a step matched, M_mem "
+        f"{TOKEN_BUDGET:,} tokens. Bars are 95% intervals over seeds."
     )
     return Figure(f"balanced_lead-{device}", figure, caption)
 
@@ -246,7 +246,7 @@ def _draw_devices(table: pd.DataFrame) -> list[Figure]:
     style.legend(figure, ["simulated"], paper=PAPER)
     caption = (
         "Gain of AdaptiveLoad (dual constraint, fused AdaLN) in tokens/s over equal-token batches with eager AdaLN, "
-        f"simulated from each device's block_time; {AROUND}."
+        f"simulated from each device's step times; {AROUND}."
     )
     return [
         Figure("sensitivity-devices", figure, caption, ("T1", "T2")),

@@ -1,4 +1,4 @@
-"""From the shape sweep to a batch table: cost models fitted to `block_time`, their errors, and the limits they give.
+"""From measured shapes to a batch table: cost models fitted to step times, their errors, and the limits they give.
 
 Answers B6: step time follows a + b * B * S^p, and nothing on the way to a batch size is set by hand. The fit gives p,
 the measured peaks give M_mem, the longest bucket gives M_comp (`repro.balance.limits`).
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from repro.balance import limits
+from repro.balance import limits, whole
 from repro.balance.cost import PowerCost
 from repro.balance.fit import FORMS, Fit, Form, Observations, fit, observations, parameter_intervals
 from repro.balance.memory import MARGIN, fit_memory, memory_limit
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NAME = "cost_model"
 CLAIMS = ("B6",)
-NEEDS = ("block_time",)
+NEEDS = whole.SUITES
 PARAMETERS = ("model", "adaln", "form")
 SIMULATED = True
 
@@ -51,13 +51,13 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
-    """Fit one form to the rows of `block_time`, hold lengths out, derive limits and batch sizes."""
+    """Fit one form to a model's step times, hold lengths out, derive limits and batch sizes."""
     model, adaln, form = str(case.key["model"]), str(case.key["adaln"]), cast(Form, case.key["form"])
     try:
         data = observations(inputs, model, adaln)
         fitted = fit(form, data)
     except ValueError as e:
-        raise CaseSkipped(f"block_time has too few rows yet: {e}") from e
+        raise CaseSkipped(f"there are too few rows yet: {e}") from e
     return [
         *_errors(fitted),
         *_parameters(form, data),
@@ -66,7 +66,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
 
 
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
-    """B6 from the power law of the 14B-wide blocks with eager AdaLN; other fits stand in the note."""
+    """B6 from the power law of the 14B model with eager AdaLN; other fits stand in the note."""
     table = rows[(rows["suite"] == NAME) & (rows["adaln"] == "eager")]
     found = {(str(r.model), str(r.form), str(r.metric)): r for r in table.itertuples()}
     row = found.get(("wan-14b", "power", "held_out_mape"))
@@ -85,7 +85,8 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
             for model in block_time.SHOWN
         )
         + f". M_mem of 14B: {text('wan-14b', 'power', 'm_mem')} tokens, from measured peaks ({RANKS} ranks, full "
-        f"sharding, {MARGIN:.0%} of the device left alone); M_comp from the longest bucket; one GPU, no communication"
+        f"sharding, {MARGIN:.0%} of the device left alone); M_comp from the longest bucket; "
+        f"{whole.told(rows, 'wan-14b', str(row.source))}"
     )
     value, low, high = (float(cast(float, x)) for x in (row.value, row.ci_low, row.ci_high))
     return [Evidence("B6", value, low, high, cast(Kind, row.kind), note=note)]
@@ -106,7 +107,7 @@ def _errors(fitted: Fit) -> list[Measurement]:
     rows = []
     for metric, relative in (("mape", fitted.residuals), ("held_out_mape", fitted.held_out)):
         value, low, high = fitted.error(relative)
-        n = int(data.measured.sum())
+        n = int(data.measured.sum()) or data.batch.size
         rows.append(Measurement(metric, "%", value, low, high, n, _kind(data), data.source))
     return rows
 

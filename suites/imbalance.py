@@ -5,8 +5,8 @@ ranks that wait for each other: CV of predicted time (`rank_cv`) and of B * S^2 
 steps: CV of step time (`step_cv`), which also falls when every step waits for the slowest bucket.
 
 Columns: `repro.balance.campaign.PARAMETERS`. Metrics: `repro.balance.metrics.UNITS`, load_cv, and for each CV
-<name>_fall (%), its relative fall from equal_token's, seeds paired. Simulated from the device's `block_time` rows under
-`repro.balance.assumptions`; AdaLN is eager throughout.
+<name>_fall (%), its relative fall from equal_token's, seeds paired. Simulated from the device's step times
+(`repro.balance.whole`) under `repro.balance.assumptions`; AdaLN is eager throughout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from repro.balance import assumptions, metrics, policies
+from repro.balance import assumptions, metrics, policies, whole
 from repro.balance.campaign import PARAMETERS as PARAMETERS
 from repro.balance.campaign import Setting, campaign
 from repro.corpus import mixes
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NAME = "imbalance"
 CLAIMS = ("B3", "B4", "B7")
-NEEDS = ("block_time", "cost_model", "sensitivity")
+NEEDS = (*whole.SUITES, "cost_model", "sensitivity")
 SIMULATED = True
 
 RANKS = (8, 16)
@@ -87,9 +87,10 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         effect = _campaign.lookup(own, treated, f"{cv}_fall")
         if effect is None:
             continue
+        times = whole.told(rows, treated.model, effect["source"])
         note = (
-            f"{what}, simulated: {assumptions.CORPUS}, {assumptions.MODEL}, M_mem {treated.m_mem:,} tokens, one "
-            f"micro-batch a step; {_binding(rows, treated)}; {_others(own, treated, cv)}; "
+            f"{what}, simulated from {times}: {assumptions.CORPUS}, {assumptions.MODEL}, M_mem {treated.m_mem:,} "
+            f"tokens, one micro-batch a step; {_binding(rows, treated)}; {_others(own, treated, cv)}; "
             f"{_elsewhere(rows, treated, cv)}"
         )
         result.append(_campaign.evidence(claim, effect, _campaign.compare(own, treated, cv, 100), note))
@@ -163,7 +164,7 @@ def _draw_device(device: str, table: pd.DataFrame) -> Figure:
         ax.set_ylabel("CV, %")
     style.legend(figure, ["simulated"], bars=True, paper="paper")
     caption = (
-        f"Simulated from block_time on {device}: {assumptions.CORPUS}, 14B, one micro-batch a step, M_mem "
+        f"Simulated from step times measured on {device}: {assumptions.CORPUS}, 14B, one micro-batch a step, M_mem "
         f"{assumptions.M_MEM:,} tokens. Coefficients of variation (CV) of three imbalances: one batch's time over the "
         "epoch; what ranks that wait for each other differ by within a step; step time. Bars are 95% intervals "
         "over seeds."
@@ -186,7 +187,7 @@ def _draw_devices(table: pd.DataFrame) -> list[Figure]:
         return []
     caption = (
         "What the paper's rule takes off each imbalance, relative to equal-token batches, simulated from each device's "
-        f"block_time: {assumptions.CORPUS}, 14B, M_mem {assumptions.M_MEM:,} tokens. Bars are 95% intervals over seeds."
+        f"step times: {assumptions.CORPUS}, 14B, M_mem {assumptions.M_MEM:,} tokens. Bars are 95% intervals over seeds."
     )
     return [Figure("imbalance-devices", devices.dots(panels, paper), caption, CLAIMS)]
 

@@ -69,7 +69,7 @@ VARIANTS: tuple[Variant, ...] = (
     ("balanced", "fused", "sample"),
     ("equal_token", "eager", "sample"),
 )
-"""In the order in which they are run: AdaLN alone, the paper's claim, policies under exact weights and their baseline."""
+"""In the order of the runs: AdaLN alone, the paper's claim, policies under exact weights, their baseline."""
 REAL_PACKAGES = ("skvideo", "av", "skimage", "sklearn", "PIL")
 
 

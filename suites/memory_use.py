@@ -1,7 +1,7 @@
 """How much of the device's memory each batch policy fills: the peak of every rank and step, from fitted memory.
 
-A rank's peak in a step is that of its largest micro-batch (`repro.balance.memory`, fitted to the peaks that
-`block_time` measured, scaled to the model's depth) plus parameters and optimizer state, sharded over the ranks.
+A rank's peak in a step is that of its largest micro-batch (`repro.balance.memory`, fitted to measured peaks) plus
+parameters and optimizer state, sharded over the ranks.
 
 Columns: `repro.balance.campaign.PARAMETERS`. Metrics: memory_use (tokens of a rank's largest micro-batch / M_mem), and
 where memory was measured peak_memory (GB), device_use (fraction of the device) and device_use_rise (%, over
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from repro.balance import assumptions, policies
+from repro.balance import assumptions, policies, whole
 from repro.balance.campaign import PARAMETERS as PARAMETERS
 from repro.balance.campaign import Setting
 from repro.suite import Case, Evidence, Figure, Measurement, Profile
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NAME = "memory_use"
 CLAIMS = ("B5",)
-NEEDS = ("block_time", "cost_model", "sensitivity")
+NEEDS = (*whole.SUITES, "cost_model", "sensitivity")
 SIMULATED = True
 
 RANKS = (8, 16)
@@ -75,8 +75,9 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
     tokens = _campaign.ratio(_campaign.compare(own, treated, "memory_use"))
     note = (
-        f"mean over steps and ranks of peak memory / device memory, fitted to measured peaks and scaled to "
-        f"{assumptions.MODEL} on 8 ranks, full sharding: {assumptions.CORPUS}, one micro-batch a step, M_mem (a) "
+        "mean over steps and ranks of peak memory / device memory, fitted to the peaks that came with "
+        f"{whole.told(rows, treated.model, effect['source'])}; {assumptions.MODEL} on 8 ranks, full sharding: "
+        f"{assumptions.CORPUS}, one micro-batch a step, M_mem (a) "
         f"{treated.m_mem:,} tokens, which is the paper's rise itself: buckets whose batch cannot grow keep the mean "
         f"below it; tokens held {_campaign.percent(None if tokens is None else 100 * (tokens - 1))}; 16 ranks "
         f"{rise(replace(treated, ranks=16))}; with the fused AdaLN {rise(replace(treated, adaln='fused'))}; equal_time "
@@ -118,7 +119,7 @@ def _draw_device(device: str, table: pd.DataFrame) -> Figure:
     axes[0, 0].invert_yaxis()
     style.legend(figure, ["simulated"], bars=True)
     caption = (
-        f"Peak memory from fits to block_time on {device}, parameters and optimizer state included: "
+        f"Peak memory from fits to peaks measured on {device}, parameters and optimizer state included: "
         f"{assumptions.CORPUS}, 14B, full sharding, one micro-batch a step, M_mem {assumptions.M_MEM:,} tokens (the "
         f"baseline fills {Setting(*assumptions.BASELINE, 8).token_budget:,}); mean over steps and ranks. Dashed: the "
         "paper's rise over the baseline (first bar)."

@@ -10,7 +10,7 @@ step, M_mem = budget.
 Columns: `repro.balance.campaign.PARAMETERS`. Metrics: gain (%, tokens/s over equal_token with eager AdaLN, seeds
 paired), those of METRICS, for the paper's rule and its baseline with eager AdaLN those of EVEN, and in the second
 lattice balanced_lead (%, samples/s of balanced over this policy's, seeds paired). Simulated from the device's
-`block_time` rows.
+step times (`repro.balance.whole`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from repro.balance import assumptions, policies
+from repro.balance import assumptions, policies, whole
 from repro.balance.campaign import PARAMETERS as PARAMETERS
 from repro.balance.campaign import WIDE, Setting
 from repro.corpus import mixes
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NAME = "sensitivity"
 CLAIMS: tuple[str, ...] = ()
-NEEDS = ("block_time",)
+NEEDS = whole.SUITES
 SIMULATED = True
 
 RATIOS = (1.0, 1.1, assumptions.MEMORY_RISE, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0)
@@ -130,7 +130,7 @@ def m_mem_for(table: pd.DataFrame, setting: Setting, wanted: float, effect: str 
 def elsewhere(rows: pd.DataFrame, setting: Setting, wanted: float, effect: str = "gain", what: str = "") -> str:
     """For a note: an effect at M_mem (a) and (b), what fits the device, and from which M_mem on it is `wanted` %.
 
-    what: names the wanted effect, where that is not the paper's. rows: of this suite, `cost_model` and `block_time`.
+    what: names the wanted effect, where that is not the paper's. rows: of this suite and of its needs.
     """
     what = what or f"the paper's {wanted:g}%"
     own = rows[rows["suite"] == NAME]

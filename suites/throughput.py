@@ -7,7 +7,8 @@ policies against each other. Either with ranks meeting in every micro-batch or o
 
 Columns: `repro.balance.campaign.PARAMETERS`. Metrics: `repro.balance.metrics.UNITS`; tokens_per_s_p5 (of the slowest
 steps); gain (%, tokens/s over equal_token with eager AdaLN in the same setting, seeds paired); cost_raised (%, see
-`repro.balance.campaign.Amortised`). Simulated from the device's `block_time` rows under `repro.balance.assumptions`.
+`repro.balance.campaign.Amortised`). Simulated from the device's step times (`repro.balance.whole`) under
+`repro.balance.assumptions`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from repro.balance import assumptions, metrics, policies
+from repro.balance import assumptions, metrics, policies, whole
 from repro.balance.campaign import PARAMETERS as PARAMETERS
 from repro.balance.campaign import Setting
 from repro.balance.types import Sync
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
 
 NAME = "throughput"
 CLAIMS = ("T1", "T2", "T3")
-NEEDS = ("block_time", "cost_model", "sensitivity")
+NEEDS = (*whole.SUITES, "cost_model", "sensitivity")
 SIMULATED = True
 
 RANKS = (8, 16)
 ADALNS = ("eager", "wan", "fused")
+SMALLER = "wan-1.3b"
 SYNCS: tuple[Sync, ...] = ("micro_batch", "step")
 MATCHED_RANKS = (8, 16, 64)
 MATCHED_MICRO_BATCHES = (1, 4, 8)
@@ -72,18 +74,26 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
     own = rows[rows["suite"] == NAME]
     result = []
     for claim, ranks in (("T1", 8), ("T2", 16)):
-        whole = Setting(*assumptions.ADAPTIVELOAD, ranks)
-        effect = _campaign.lookup(own, whole, "gain")
+        setting = Setting(*assumptions.ADAPTIVELOAD, ranks)
+        effect = _campaign.lookup(own, setting, "gain")
         if effect is not None:
-            note = f"{_assumed(whole)}; {_factorial(own, whole)}; {_elsewhere(rows, whole)}; {_beyond(own, whole)}"
-            result.append(_campaign.evidence(claim, effect, _campaign.compare(own, whole, "tokens_per_s"), note))
+            told = (
+                _assumed(rows, setting, effect),
+                _factorial(own, setting),
+                _elsewhere(rows, setting),
+                _beyond(own, setting),
+                *_smaller(rows, setting),
+            )
+            compared = _campaign.compare(own, setting, "tokens_per_s")
+            result.append(_campaign.evidence(claim, effect, compared, "; ".join(told)))
     worst = Setting(*assumptions.ADAPTIVELOAD, 16, corpus=assumptions.WORST_CORPUS)
     effect = _campaign.lookup(own, worst, "gain")
     if effect is not None:
         ratio = effect.copy()
         ratio[["value", "ci_low", "ci_high"]] = 1 + effect[["value", "ci_low", "ci_high"]].astype(float) / 100
         note = (
-            f"tokens/s of an epoch; {_assumed(worst)}; {_factorial(own, worst)}; {_slow_steps(own, worst)}; gain "
+            f"tokens/s of an epoch; {_assumed(rows, worst, effect)}; {_factorial(own, worst)}; "
+            f"{_slow_steps(own, worst)}; gain "
             f"{sensitivity.elsewhere(rows, worst, 0.0, what='a floor as high')}; {_ours(own, worst)}"
         )
         result.append(_campaign.evidence("T3", ratio, _campaign.compare(own, worst, "tokens_per_s"), note))
@@ -114,35 +124,46 @@ def _gain(table: pd.DataFrame, setting: Setting) -> str:
     return _campaign.percent(_campaign.value(table, setting, "gain"))
 
 
-def _assumed(setting: Setting) -> str:
+def _assumed(rows: pd.DataFrame, setting: Setting, effect: pd.Series) -> str:
+    times = whole.told(rows, setting.model, effect["source"])
     return (
-        f"simulated from measured blocks: {setting.corpus}, {setting.model}, M_mem (a) {setting.m_mem:,} tokens, one "
+        f"simulated from {times}: {setting.corpus}, {setting.model}, M_mem (a) {setting.m_mem:,} tokens, one "
         "micro-batch a step and rank, ranks draw independently"
     )
 
 
-def _factorial(table: pd.DataFrame, whole: Setting) -> str:
+def _smaller(rows: pd.DataFrame, setting: Setting) -> list[str]:
+    """The gain with the smaller model, where it was simulated."""
+    small = replace(setting, model=SMALLER)
+    found = _campaign.lookup(rows[rows["suite"] == sensitivity.NAME], small, "gain")
+    if found is None:
+        return []
+    return [f"{SMALLER} {_campaign.percent(float(found['value']))}, from {whole.told(rows, SMALLER, found['source'])}"]
+
+
+def _factorial(table: pd.DataFrame, setting: Setting) -> str:
     """Batching and the fused op apart."""
     policy, adaln = assumptions.BASELINE
     return (
-        f"{_campaign.more_samples(table, whole)}; of {_gain(table, whole)}: dual constraint alone "
-        f"{_gain(table, replace(whole, adaln=adaln))}, fused AdaLN alone {_gain(table, replace(whole, policy=policy))}"
+        f"{_campaign.more_samples(table, setting)}; of {_gain(table, setting)}: dual constraint alone "
+        f"{_gain(table, replace(setting, adaln=adaln))}, fused AdaLN alone "
+        f"{_gain(table, replace(setting, policy=policy))}"
     )
 
 
-def _elsewhere(rows: pd.DataFrame, whole: Setting) -> str:
+def _elsewhere(rows: pd.DataFrame, setting: Setting) -> str:
     """The gain at M_mem (b), what measured memory says fits on the device, and the M_mem of the paper's gain."""
-    paper = sensitivity.PAPER_GAIN[whole.ranks]
+    paper = sensitivity.PAPER_GAIN[setting.ranks]
     return "; ".join(
-        f"M_comp x {m:g}: {sensitivity.elsewhere(rows, replace(whole, m_comp=m), paper)}"
+        f"M_comp x {m:g}: {sensitivity.elsewhere(rows, replace(setting, m_comp=m), paper)}"
         for m in (assumptions.M_COMP, assumptions.M_COMP_LOOSE)
     )
 
 
-def _beyond(table: pd.DataFrame, whole: Setting) -> str:
-    same = replace(whole, policy="dual_constraint_same_bucket")
+def _beyond(table: pd.DataFrame, setting: Setting) -> str:
+    same = replace(setting, policy="dual_constraint_same_bucket")
     drawn = f"{_gain(table, same)} with {_campaign.more_samples(table, same)}"
-    return f"were all ranks to draw the same bucket {drawn}; {_ours(table, whole)}"
+    return f"were all ranks to draw the same bucket {drawn}; {_ours(table, setting)}"
 
 
 def _ours(table: pd.DataFrame, whole: Setting) -> str:
@@ -172,8 +193,8 @@ def _draw_gains(device: str, table: pd.DataFrame) -> Figure:
     axes[0, 0].invert_yaxis()
     style.legend(figure, ["simulated"])
     caption = (
-        f"Tokens/s over equal-token batches with eager AdaLN, simulated from block_time on {device}: 14B, M_mem "
-        f"{assumptions.M_MEM:,} tokens, one micro-batch a step, so that larger batches also mean more "
+        f"Tokens/s over equal-token batches with eager AdaLN, simulated from step times measured on {device}: 14B, "
+        f"M_mem {assumptions.M_MEM:,} tokens, one micro-batch a step, so that larger batches also mean more "
         "samples a step. The paper's AdaptiveLoad is the dual constraint with the fused AdaLN. Bars are 95% "
         "intervals over seeds."
     )
@@ -199,7 +220,7 @@ def _draw_devices(table: pd.DataFrame) -> Figure | None:
     if not panels:
         return None
     caption = (
-        "Tokens/s over equal-token batches with eager AdaLN, simulated from each device's block_time: 14B, M_mem "
+        "Tokens/s over equal-token batches with eager AdaLN, simulated from each device's step times: 14B, M_mem "
         f"{assumptions.M_MEM:,} tokens, one micro-batch a step. Bars are 95% intervals over seeds."
     )
     return Figure("throughput-devices", devices.dots(panels, paper), caption, CLAIMS)
@@ -219,7 +240,7 @@ def _draw_frontiers(table: pd.DataFrame) -> Figure | None:
     if not panels:
         return None
     caption = (
-        f"Simulated from each device's block_time: {assumptions.CORPUS}, 14B, {FRONTIER_RANKS} ranks that meet in each "
+        f"Simulated from each device's step times: {assumptions.CORPUS}, 14B, {FRONTIER_RANKS} ranks that meet in each "
         f"of 4 micro-batches a step, M_mem {TOKEN_BUDGET:,} tokens, samples a step matched. Bars are 95% intervals."
     )
     return Figure("frontier-devices", devices.dots(panels), caption, ("T1", "T2"))
@@ -271,7 +292,7 @@ def _draw_frontier(device: str, table: pd.DataFrame) -> Figure | None:
         ax.set_ylabel(f"{number} micro-batch{'es' if number > 1 else ''}:\nof perfect balance" if j == 0 else "")
     style.legend(figure, ["simulated"])
     caption = (
-        f"Frontier of balance against mix, simulated from block_time on {device}: {assumptions.CORPUS}, 14B, "
+        f"Frontier of balance against mix, simulated from step times measured on {device}: {assumptions.CORPUS}, 14B, "
         f"{FRONTIER_RANKS} ranks, M_mem {TOKEN_BUDGET:,} tokens, samples a step matched, whole epochs. Columns: where "
         "ranks meet; rows: micro-batches a step. Up is faster, left keeps a step's samples nearer to the corpus' mix; "
         "upper left is best. With M_mem at the baseline's "

@@ -1,7 +1,8 @@
 """Simulation campaigns: one setting (policy, AdaLN, ranks, corpus, ...) to its metrics over seeded epochs.
 
-Costs and memory come from a device's `block_time` rows. All policies have the same memory limit, and
-settings that differ in policy or AdaLN only see the same corpora and the same seeds: their ratios are paired.
+Costs and memory come from a device's rows: of the whole model where these were measured, else of blocks
+(`repro.balance.whole`). All policies have the same memory limit, and settings that differ in policy or AdaLN only see
+the same corpora and the same seeds: their ratios are paired.
 Legend: T steps, M slots, R ranks.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
-from repro.balance import assumptions, limits, metrics, policies
+from repro.balance import assumptions, limits, metrics, policies, whole
 from repro.balance.cost import UNIT, MeasuredCost, PowerCost, QuadraticCost
 from repro.balance.fit import Form, measured_cost
 from repro.balance.memory import MemoryModel, fit_memory, state_bytes
@@ -192,10 +193,10 @@ class Amortised:
 
 
 class Campaign:
-    """Simulates settings on one device's `block_time` rows; what several settings share is computed once."""
+    """Simulates settings on one device's rows; what several settings share is computed once."""
 
     def __init__(self, rows: pd.DataFrame, effort: Effort = FULL) -> None:
-        self._rows = rows[rows["suite"] == "block_time"]
+        self._rows = rows[rows["suite"].isin(whole.SUITES)]
         self._effort = effort
         self.cost = cache(self._cost)
         self.run = cache(self._run)
@@ -277,9 +278,9 @@ _campaigns: dict[str, dict[Effort, Campaign]] = {}
 
 
 def campaign(rows: pd.DataFrame, effort: Effort = FULL) -> Campaign:
-    """The campaign of these rows; one for as long as the `block_time` rows among them are the same."""
-    own = rows[rows["suite"] == "block_time"]
-    columns = own[["run_id", "model", "adaln", "layers", "batch", "tokens", "metric", "value"]]
+    """The campaign of these rows; one for as long as those that it stands on are the same."""
+    own = rows[rows["suite"].isin(whole.SUITES)]
+    columns = own[["run_id", "suite", "model", "adaln", "layers", "batch", "tokens", "metric", "value"]]
     digest = hashlib.blake2b(columns.to_csv(index=False).encode()).hexdigest()
     if digest not in _campaigns:
         _campaigns.clear()  # rows change when something new was measured: the old ones are not asked for again

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
+from repro.balance import whole
 from repro.balance.cost import UNIT, Floats, MeasuredCost, PowerCost, QuadraticCost, Range, TableCost
 from repro.balance.models import MODELS
 
@@ -81,9 +82,10 @@ class Fit:
     def error(self, relative: Floats) -> tuple[float, float, float]:
         """Mean absolute percentage of relative errors [M] over measured shapes, with its 95% interval.
 
-        Bootstrap over lengths, since shapes of one length err alike.
+        Over all where every time was put together. Bootstrap over lengths, since shapes of one length err alike.
         """
         measured = self.observations.measured
+        measured = measured if measured.any() else ~measured
         tokens, percent = self.observations.tokens[measured], 100 * np.abs(relative[measured])
         _, length = np.unique(tokens, return_inverse=True)
         total, count = np.bincount(length, percent), np.bincount(length)
@@ -94,11 +96,15 @@ class Fit:
 
 
 def observations(rows: pd.DataFrame, model: str, adaln: str, layers: int | None = None) -> Observations:
-    """Step times of `model` with `adaln` from rows of suite `block_time`.
+    """Step times of `model` with `adaln` from rows of suites `shape_sweep` and `block_time`.
 
-    layers: depth to take; None for the one that was measured most. Shapes of AdaLNs other than `eager` are completed by
-    `with_adaln`. Raises ValueError where there are no such rows.
+    layers: depth of plain blocks to take; None for the whole model where it was measured (`repro.balance.whole`), else
+    for the blocks' depth that was measured most. Shapes of AdaLNs other than that which was measured on all of them are
+    completed by `with_adaln`. Raises ValueError where there are no such rows.
     """
+    found = whole.find(rows, model) if layers is None else None
+    if found is not None:
+        return _of_whole_model(rows, model, adaln, found)
     eager = _read(rows, model, "eager", layers)
     return eager if adaln == "eager" else with_adaln(eager, _read(rows, model, adaln, eager.layers))
 
@@ -112,17 +118,51 @@ def with_adaln(eager: Observations, other: Observations) -> Observations:
 
     Raises ValueError for fewer than three common shapes.
     """
-    times = {(b, s): t for b, s, t in zip(other.batch, other.tokens, other.seconds, strict=True)}
-    shapes = list(zip(eager.batch, eager.tokens, strict=True))
+    times, shapes = dict(zip(_shapes(other), other.seconds, strict=True)), _shapes(eager)
     common = np.array([shape in times for shape in shapes], dtype=bool)
-    if common.sum() < 3:
-        raise ValueError(f"at least three shapes must be measured with both AdaLNs, got {common.sum()}")
-    n = eager.batch * eager.tokens / UNIT
-    difference = np.array([times.get(shape, np.nan) for shape in shapes]) - eager.seconds
-    design = np.stack([np.ones_like(n), n], axis=1) / eager.seconds[:, None]
-    delta, *_ = np.linalg.lstsq(design[common], (difference / eager.seconds)[common], rcond=None)
-    completed = np.where(common, eager.seconds + difference, eager.seconds + delta[0] + delta[1] * n)
+    delta = _difference(eager, other)
+    own = np.array([times.get(shape, np.nan) for shape in shapes])
+    completed = np.where(common, own, eager.seconds + delta[0] + delta[1] * eager.batch * eager.tokens / UNIT)
     return replace(eager, seconds=completed, measured=common, source=_merged(eager.source, other.source))
+
+
+def _of_whole_model(rows: pd.DataFrame, model: str, adaln: str, found: whole.WholeModel) -> Observations:
+    """Times of the whole model; with another AdaLN than its own plus what that one adds to each block."""
+    batch, tokens, ms = (found.cells[c].to_numpy() for c in ("batch", "tokens", "forward_backward"))
+    own = Observations(
+        batch, tokens, ms.astype(np.float64) / 1e3, MODELS[model].layers, np.ones(batch.size, dtype=bool), found.source
+    )
+    if adaln == found.adaln:
+        return own
+    base = _read(rows, model, found.adaln, None)
+    other = _read(rows, model, adaln, base.layers)
+    delta = _difference(base, other) * (own.layers / base.layers)
+    return replace(
+        own,
+        seconds=own.seconds + delta[0] + delta[1] * batch * tokens / UNIT,
+        measured=np.zeros(batch.size, dtype=bool),
+        source=_merged(own.source, base.source, other.source),
+    )
+
+
+def _shapes(data: Observations) -> list[tuple[int, int]]:
+    return list(zip(data.batch.tolist(), data.tokens.tolist(), strict=True))
+
+
+def _difference(base: Observations, other: Observations) -> Floats:
+    """float64 [2], delta_0 and delta_1 of other = base + delta_0 + delta_1 * B * S / 10^4, in s.
+
+    Least squares relative to base's times, over the shapes that both have. Raises ValueError for fewer than three.
+    """
+    times = dict(zip(_shapes(other), other.seconds, strict=True))
+    common = np.array([shape in times for shape in _shapes(base)], dtype=bool)
+    if common.sum() < whole.FEWEST_COMMON:
+        raise ValueError(f"at least three shapes must be measured with both AdaLNs, got {common.sum()}")
+    both = _take(base, common)
+    difference = np.array([times[shape] for shape in _shapes(both)]) - both.seconds
+    design = np.stack([np.ones(both.batch.size), both.batch * both.tokens / UNIT], axis=1) / both.seconds[:, None]
+    delta, *_ = np.linalg.lstsq(design, difference / both.seconds, rcond=None)
+    return np.asarray(delta, np.float64)
 
 
 def fit(form: Form, data: Observations) -> Fit:
@@ -148,7 +188,7 @@ def fit(form: Form, data: Observations) -> Fit:
 
 
 def measured_cost(rows: pd.DataFrame, model: str, adaln: str, form: Form = "table") -> MeasuredCost:
-    """Cost of the full model from rows of `block_time`: `observations`, `form` fitted, scaled to the model's depth.
+    """Cost of the full model: `form` fitted to `observations`, scaled to the model's depth.
 
     Raises ValueError as `observations`, KeyError for a model that is not in `repro.balance.models`.
     """

@@ -10,15 +10,16 @@ M_mem is that solved for B * S, in what parameters and optimizer state (`state_b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
+from repro.balance import whole
 from repro.balance.cost import Floats
-from repro.balance.models import ModelSize
+from repro.balance.models import MODELS, ModelSize
 from repro.balance.types import Sync
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 MARGIN = 0.10
 """Share of the device left alone: CUDA context, NCCL's buffers, fragmentation of the allocator."""
+_FEWEST = 4
+"""Shapes below which nothing is fitted."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,32 @@ class MemoryFit:
 
 
 def fit_memory(rows: pd.DataFrame, model: str, adaln: str) -> MemoryFit:
-    """Fit the memory of `model` with `adaln` to rows of suite `block_time`, least squares on relative error.
+    """Fit the memory of `model` with `adaln` to rows of suites `block_time` and `shape_sweep`.
+
+    That of blocks (`_of_blocks`); where peaks of the whole model were measured (`repro.balance.whole`), with as many
+    bytes a token more or fewer as these need. Raises ValueError as `_of_blocks`.
+    """
+    blocks, found = _of_blocks(rows, model, adaln), whole.find(rows, model)
+    own = None if found is None else found.cells.dropna(subset=["peak_memory"])
+    if found is None or own is None or len(own) < _FEWEST:
+        return blocks
+    size, like = MODELS[model], _of_blocks(rows, model, found.adaln).model
+    # The sweep's peak is where the backward pass begins: no gradients, no moments yet.
+    held = 4 * size.parameters / found.ranks + _gathered(size)
+    batch, tokens = own["batch"].to_numpy(float), own["tokens"].to_numpy(float)
+    peak, n = 1e9 * own["peak_memory"].to_numpy(float) - held, batch * tokens
+    # But of short samples it is that of all gradients, where it ends; no limit comes from there.
+    long = n >= n.max() / 2
+    peak, n, batch, tokens = peak[long], n[long], batch[long], tokens[long]
+    rest = (peak - like.bytes(batch, tokens, size.layers)) / peak
+    more = float((n / peak) @ rest / ((n / peak) @ (n / peak)))
+    residuals = replace(like, token=like.token + more).bytes(batch, tokens, size.layers) / peak - 1
+    source = " ".join(sorted({*found.source.split(), *blocks.source.split()}))
+    return MemoryFit(replace(blocks.model, token=max(0.0, blocks.model.token + more)), residuals, source)
+
+
+def _of_blocks(rows: pd.DataFrame, model: str, adaln: str) -> MemoryFit:
+    """Fit to rows of suite `block_time`, least squares on relative error.
 
     The part that grows with depth comes from what is held between forward and backward, at every measured depth and
     AdaLN (checkpoints do not depend on it); the rest from this AdaLN's peaks.
@@ -93,7 +121,7 @@ def fit_memory(rows: pd.DataFrame, model: str, adaln: str) -> MemoryFit:
 
     # Deeper stacks keep the gradients of more blocks; a sharded engine has given those away by then.
     own = (table["adaln"] == adaln).to_numpy() & (table["layers"] == table["layers"].min()).to_numpy()
-    if own.sum() < 4:
+    if own.sum() < _FEWEST:
         raise ValueError(f"memory of {model} needs at least four shapes with adaln {adaln!r}, got {own.sum()}")
     peak, held, n, batch = table["peak"].to_numpy(float)[own], held[own], n[own], batch[own]
     fixed, token, sample = _nnls([np.ones_like(n), n, batch], peak - held, scale=peak)
@@ -115,7 +143,12 @@ def state_bytes(model: ModelSize, ranks: int, sync: Sync) -> float:
     sharded = 12 * model.parameters / ranks
     if sync == "step":
         return sharded + (2 + 4) * model.parameters
-    return sharded + 4 * model.parameters / ranks + 2 * 2 * model.block_parameters
+    return sharded + 4 * model.parameters / ranks + _gathered(model)
+
+
+def _gathered(model: ModelSize) -> float:
+    """Bytes of two blocks in bf16."""
+    return 2 * 2 * model.block_parameters
 
 
 def memory_limit(

@@ -9,6 +9,7 @@ import pytest
 from repro.balance.cost import reference_wan14b
 from repro.suite import CaseSkipped, load
 from suites import block_time, cost_model
+from tests.balance.test_whole import rows as whole_model_rows
 
 H200 = SimpleNamespace(has_gpu=True, memory_bytes=150_000_000_000)
 REFERENCE = reference_wan14b(extrapolate=True)
@@ -53,7 +54,8 @@ def measured(inputs):
 def rows(inputs, measured):
     own = [
         {"suite": "cost_model", "profile": "full", "run_id": "r2", "model": model, "adaln": adaln, "form": form,
-         "metric": m.metric, "value": m.value, "ci_low": m.ci_low, "ci_high": m.ci_high, "n": m.n, "kind": m.kind}
+         "metric": m.metric, "value": m.value, "ci_low": m.ci_low, "ci_high": m.ci_high, "n": m.n, "kind": m.kind,
+         "source": m.source}
         for (model, adaln, form), metrics in measured.items() for m in metrics.values()
     ]  # fmt: skip
     return pd.concat([inputs, pd.DataFrame(own)], ignore_index=True)
@@ -110,6 +112,22 @@ def test_m_mem_grows_with_the_device(inputs):
         for machine in (small, H200)
     ]
     assert limits[0] < limits[1]
+
+
+def test_a_whole_model_s_sweep_goes_before_blocks():
+    inputs = whole_model_rows()
+    fused, eager = (
+        {m.metric: m for m in cost_model.measure(c, H200, inputs)}
+        for a in ("fused", "eager")
+        for c in cost_model.cases("full", H200)
+        if tuple(c.key.values()) == ("wan-1.3b", a, "quadratic")
+    )
+    assert fused["held_out_mape"].kind == "measured" and "sweep" in fused["b"].source
+    assert eager["held_out_mape"].kind == "simulated", "put together from two suites"
+    assert eager["held_out_mape"].n == fused["held_out_mape"].n and eager["held_out_mape"].value < 1
+    assert fused["b"].value == pytest.approx(1.05 * 8 + 3 / 30, rel=1e-3), "ms a block, embeddings included"
+    assert eager["b"].value - fused["b"].value == pytest.approx(2, rel=1e-3)
+    assert fused["m_mem"].value > eager["m_mem"].value
 
 
 def test_too_few_rows_are_a_reason(inputs):

@@ -1,0 +1,85 @@
+"""Step times and memory of whole models as the trainer runs them (suite `shape_sweep`), where enough was measured.
+
+One place decides what simulations stand on: the whole model where `find` finds it, else a few plain blocks
+(`block_time`) scaled to the model's depth. The sweep has one AdaLN. What another one costs beside it comes from blocks
+that were measured with both, so every AdaLN of a model stands on the same times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from repro.balance.models import MODELS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SWEEP, BLOCKS = "shape_sweep", "block_time"
+SUITES = (BLOCKS, SWEEP)
+"""Suites whose rows costs and memory are fitted to."""
+FEWEST_LENGTHS, FEWEST_SHAPES, FEWEST_COMMON = 5, 8, 3
+"""Lengths and shapes below which no table is made; shapes measured as blocks with both of two AdaLNs."""
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A whole model's sweep.
+
+    adaln: that it was measured with. ranks: GPUs that shared it. cells: a row a shape, sorted, columns batch, tokens
+    (int), forward_backward (ms), peak_memory (GB, NaN where nothing counts it) and run_id.
+    """
+
+    adaln: str
+    ranks: int
+    cells: pd.DataFrame
+
+    @property
+    def source(self) -> str:
+        """run_ids, separated by spaces."""
+        return " ".join(sorted(set(self.cells["run_id"].astype(str))))
+
+
+def find(rows: pd.DataFrame, model: str) -> WholeModel | None:
+    """The sweep of `model` at its full depth, on the most ranks that it was measured on.
+
+    None where it has too few shapes, or none that tell what eager AdaLN adds to the one that it was measured with.
+    """
+    own = rows[rows["suite"] == SWEEP]
+    own = own[own["model"] == model]
+    if own.empty:
+        return None
+    own = own[own["layers"].astype(int) == MODELS[model].layers]
+    own = own[own["metric"].isin(["forward_backward", "peak_memory"])]
+    if own.empty:
+        return None
+    own = own.astype({"batch": int, "tokens": int, "ranks": int})
+    own = own[own["ranks"] == own["ranks"].max()]
+    adaln = str(own["adaln"].iloc[-1])
+    own = own[own["adaln"] == adaln]
+    cells = own.pivot_table(index=["batch", "tokens", "run_id"], columns="metric", values="value").reset_index()
+    cells = cells.reindex(columns=["batch", "tokens", "run_id", "forward_backward", "peak_memory"])
+    cells = cells[cells["forward_backward"].notna()].drop_duplicates(["batch", "tokens"], keep="last")
+    enough = (
+        cells["tokens"].nunique() >= FEWEST_LENGTHS and len(cells) >= FEWEST_SHAPES and cells["batch"].nunique() > 1
+    )
+    if not enough or len(_shapes(rows, model, adaln) & _shapes(rows, model, "eager")) < FEWEST_COMMON:
+        return None
+    return WholeModel(adaln, int(own["ranks"].iloc[0]), cells.sort_values(["tokens", "batch"]))
+
+
+def told(rows: pd.DataFrame, model: str, source: str) -> str:
+    """For notes: on which step times of `model` a row stands. source: the row's."""
+    layers = MODELS[model].layers
+    found = find(rows, model)
+    if found is None or not set(found.source.split()) & set(source.split()):
+        return f"step times of measured blocks, scaled to {layers}"
+    gpus = f"{found.ranks} GPU{'s' if found.ranks > 1 else ''}"
+    return f"step times of all {layers} blocks, measured under the trainer on {gpus}"
+
+
+def _shapes(rows: pd.DataFrame, model: str, adaln: str) -> set[tuple[int, int]]:
+    """(batch, tokens) measured as blocks."""
+    own = rows[(rows["suite"] == BLOCKS) & (rows["metric"] == "forward_backward")]
+    own = own[(own["model"] == model) & (own["adaln"] == adaln)]
+    return set(zip(own["batch"].astype(int).tolist(), own["tokens"].astype(int).tolist(), strict=True))
