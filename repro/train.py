@@ -50,16 +50,11 @@ def main(
     data: Annotated[Path | None, typer.Option(help="folder of samples by repro.wan.make_corpus")] = None,
     corpus: Annotated[str, typer.Option(help="mix of made-up samples")] = ("wan-uniform"),
     samples: Annotated[int, typer.Option(min=1, max=10**8, help="of the made-up corpus")] = 100_000,
-    mode: Annotated[str, typer.Option(help="baseline, adaptiveload, balanced")] = "balanced",
+    mode: Annotated[str, typer.Option(help="the paper's baseline, adaptiveload; balanced")] = "balanced",
     policy: Annotated[str | None, typer.Option(help="batch policy, if not the mode's")] = None,
     adaln: Annotated[str | None, typer.Option(help="AdaLN implementation, if not the mode's")] = None,
     m_mem: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=10**9,
-            help="tokens a micro-batch holds; else calibrated",
-        ),
+        int | None, typer.Option(min=1, max=10**9, help="tokens a micro-batch; else calibrated, 48,000")
     ] = None,
     calibrate: Annotated[
         float | None, typer.Option(metavar="MINUTES", help="measure shapes first; fit costs and limits")
@@ -70,13 +65,8 @@ def main(
     m_comp: Annotated[float | None, typer.Option(min=1, help="of the dual constraint; else from costs")] = None,
     p: Annotated[float | None, typer.Option(min=0.1, help="exponent of the dual constraint; else from costs")] = None,
     costs: Annotated[str | None, typer.Option(help="device whose step times to use, if not this one's")] = None,
-    micro_batches: Annotated[
-        int,
-        typer.Option(min=1, max=4096, help="a step and rank; see --protocol"),
-    ] = 1,
-    protocol: Annotated[
-        str | None, typer.Option(help="matched (samples a step) or as_published; else the mode's")
-    ] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, max=4096, help="a step and rank; above 1: matched")] = 1,
+    protocol: Annotated[str | None, typer.Option(help="as_published (the paper's) or matched; else the mode's")] = None,
     weighting: Annotated[str, typer.Option(help="sample (exact), batch_mean")] = "sample",
     sync: Annotated[str, typer.Option(help="micro_batch (sharded) or step: ranks meet")] = "micro_batch",
     checkpointing: Annotated[str, typer.Option(help="none, selective, full")] = "full",
@@ -98,7 +88,7 @@ def main(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write its event files too")] = False,
     ranks: Annotated[int | None, typer.Option(min=1, help="refuse to run on any other number")] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, max=10**6, help="seconds to wait for other ranks before giving up")
+        float, typer.Option(min=1, max=10**6, help="seconds to wait for other ranks")
     ] = PATIENCE_SECONDS,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; else GPUs where there are any")] = None,
     results: Annotated[Path, typer.Option(help="folder of results", show_default=False)] = ROOT / "results",
@@ -106,8 +96,8 @@ def main(
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
-    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss was not finite, memory ran out, a
-    checkpoint or the log could not be written, or other ranks were lost, 2 nothing to train with, 130 interrupted.
+    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss not finite, memory or disk full, ranks
+    lost, 2 nothing to train with, 130 interrupted.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
@@ -159,6 +149,8 @@ def main(
             running = True
             with StopSignals(_FINISHING) as signals:
                 stopped = trainer.run(log, lambda: signals.asked is not None)
+        if log is not None:
+            log.say([log.summary()])
         if stopped and log is not None:
             how = "saved" if save_every else "not saved"
             log.say([f"stopped by {signals.asked or 'another rank'} after {trainer.step} steps, {how}; {GOES_ON}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import time
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ class StepCsv:
                     raise ValueError(f"{path} has a damaged row, {row[:40]!r}: move it away")
             kept = [r for r in rows if int(r.split(",", 1)[0]) < first_step]
         files.replace(path, "".join(f"{line}\n" for line in [",".join(COLUMNS), *kept]).encode())
-        self._path, self._unwritten = path, ""
+        self.path, self._unwritten = path, ""
 
     def append(self, logged: LoggedStep, peak: float | None) -> None:
         """Write a step's rows, in one write, after those that could not be written before."""
@@ -119,7 +120,7 @@ class StepCsv:
                 ]
             )
         self._unwritten += text.getvalue()
-        files.append(self._path, self._unwritten.encode())
+        files.append(self.path, self._unwritten.encode())
         self._unwritten = ""
 
 
@@ -127,7 +128,7 @@ class RunLog:
     """The first rank's log: everything that it is told goes to the screen, the CSV and, if asked, TensorBoard.
 
     steps: of the whole run. peak: FLOP/s of one GPU, None where unknown. every: steps between lines where the output is
-    no terminal. Raises ValueError where TensorBoard is asked for and not installed.
+    no terminal. tensorboard: event files too (see `require_tensorboard`).
     """
 
     def __init__(
@@ -143,7 +144,8 @@ class RunLog:
         self._csv = StepCsv(folder / "steps.csv", first_step)
         self._peak, self._console, self._every, self._last = peak, console, every, steps - 1
         self._writer = _tensorboard(folder, first_step) if tensorboard else None
-        self._skipped = 0
+        self._skipped = self._steps = self._samples = self._tokens = 0
+        self._seconds = 0.0
         self._began, self._first = time.monotonic(), first_step
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -161,6 +163,10 @@ class RunLog:
         """One more step is done. Raises OSError where it cannot be written down."""
         self._csv.append(logged, self._peak)
         self._skipped += logged.result.skipped
+        self._steps += 1
+        self._samples += logged.result.samples
+        self._tokens += logged.result.tokens
+        self._seconds += logged.seconds
         text = self._text(logged)
         if self._bar is not None:
             self._bar.update(self._task, completed=logged.step + 1, description=text)
@@ -169,6 +175,16 @@ class RunLog:
         if self._writer is not None:
             for name, value in self._scalars(logged).items():
                 self._writer.add_scalar(name, value, logged.step)
+
+    def summary(self) -> str:
+        """What was done since the start, or since going on, in one line."""
+        if not self._steps:
+            return f"nothing left to do: {self._last + 1:,} steps are done; a larger --steps goes on"
+        return (
+            f"{self._steps:,} steps in {_clock(self._seconds)}: {self._samples:,} samples, "
+            f"{self._samples / self._seconds:.3g} samples/s, {self._tokens / self._seconds:,.0f} tokens/s; "
+            f"a row a step and rank in {self._csv.path}"
+        )
 
     def close(self) -> None:
         """Put the terminal back, and flush."""
@@ -189,8 +205,7 @@ class RunLog:
 
     def _left(self, step: int) -> str:
         per_step = (time.monotonic() - self._began) / (step + 1 - self._first)
-        seconds = round(per_step * (self._last - step))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        return _clock(per_step * (self._last - step))
 
     def _scalars(self, logged: LoggedStep) -> dict[str, float]:
         result = logged.result
@@ -206,9 +221,18 @@ class RunLog:
         return scalars | {name: share for name, share in shares.items() if share is not None}
 
 
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def require_tensorboard() -> None:
+    """Raise ValueError where TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard")
+
+
 def _tensorboard(folder: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)

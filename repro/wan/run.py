@@ -32,7 +32,7 @@ from repro.wan.config import WanConfig
 from repro.wan.convert import load_diffusers
 from repro.wan.engine import Engine, OptimizerSettings, SampleLosses
 from repro.wan.epochs import Epochs, check_corpus, corpus_hash
-from repro.wan.log import RunLog
+from repro.wan.log import RunLog, require_tensorboard
 from repro.wan.model import WanModel
 from repro.wan.objective import FlowMatching
 from repro.wan.parallel import Parallelism, World, WorldError, agree, on_first
@@ -85,6 +85,8 @@ class Run:
 
     init: folder of weights in Diffusers' format; None for random ones. out: the run's folder. keep: checkpoints. ranks:
     refuse any other number; None for any.
+
+    Raises ValueError where TensorBoard is asked for and not installed.
     """
 
     config: WanConfig
@@ -102,6 +104,10 @@ class Run:
     ranks: int | None = None
     log_every: int = 10
     tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tensorboard:
+            require_tensorboard()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from repro.balance.models import ModelSize
 from repro.wan import peaks
 from repro.wan.engine import RankStep, StepResult
 from repro.wan.epochs import DealtStep
-from repro.wan.log import COLUMNS, LoggedStep, RunLog, StepCsv, StepFlops
+from repro.wan.log import COLUMNS, LoggedStep, RunLog, StepCsv, StepFlops, require_tensorboard
 from repro.wan.trainer import step_flops
 
 RANKS = (RankStep(3, 300, 2, 1.5, 0.5, 7_000), RankStep(1, 100, 2, 1.25, 0.25, -1))
@@ -93,3 +95,49 @@ def test_flops_count_what_checkpointing_runs_again():
     for checkpointing, again in (("none", 0), ("selective", linears), ("full", linears + attention)):
         flops = step_flops(size, dealt, checkpointing)
         assert flops == StepFlops(3 * (linears + attention), 3 * (linears + attention) + again)
+
+
+def test_the_end_is_told_in_one_line_with_what_there_was_to_do(tmp_path):
+    log = RunLog(tmp_path, 1, 3, None, Console(file=io.StringIO()))
+    assert log.summary() == "nothing left to do: 3 steps are done; a larger --steps goes on"
+    log.step(logged(1))
+    log.step(logged(2))
+    told = "2 steps in 0:00:04: 8 samples, 2 samples/s, 200 tokens/s; a row a step and rank in "
+    assert log.summary() == f"{told}{tmp_path / 'steps.csv'}"
+
+
+def test_tensorboard_gets_the_numbers_of_every_step_from_where_the_run_goes_on(tmp_path, monkeypatch):
+    told = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            told.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            told.append((name, value, step))
+
+        def close(self):
+            told.append("closed")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    log = RunLog(tmp_path, 1, 3, 10e12, Console(file=io.StringIO()), tensorboard=True)
+    log.step(logged(1))
+    log.close()
+    assert told[0] == (str(tmp_path / "tensorboard"), 1) and told[-1] == "closed"
+    values = {name: value for name, value, step in told[1:-1] if step == 1}
+    assert values == {
+        "loss": 1.1,
+        "lr": 1e-4,
+        "grad_norm": 2.0,
+        "tokens_per_s": 200.0,
+        "step_seconds": 2.0,
+        "max_wait_seconds": 0.5,
+        "mfu": 0.1,
+        "hfu": 0.125,
+    }
+
+
+def test_tensorboard_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--tensorboard needs the package tensorboard"):
+        require_tensorboard()
