@@ -9,8 +9,8 @@ branch and y in bf16. A peer that is not installed, or does not run here, is ski
 Metrics: see `repro.measure.kernel_rows`; beside them, of fused only, over_best_peer (time of the fastest of the other
 implementations over fused's, both of the same process).
 
-The order puts large inputs first, so that a run cut short has the cells that matter most. `compile` costs seconds for
-each shape, and `wan` runs far behind: both are measured on a part of the grid.
+The order puts large inputs of the models' widths first, so that a run cut short has the cells that matter most.
+`compile` costs seconds for each shape, and `wan` runs far behind: both are measured on a part of the grid.
 """
 
 from __future__ import annotations
@@ -173,8 +173,9 @@ def _cells(profile: Profile, machine: Machine) -> list[Cell]:
         return [*cells, *((form, "bf16", 1, tokens, dim) for form in FORM_IMPLS if machine.has_gpu)]
     if not machine.has_gpu:
         return []  # the peers need one
-    cells = [("per_sample", dtype, 1, n, d) for n, d, dtype in product(LARGE[:2], DIMS, DTYPES)]
+    cells = [("per_sample", dtype, 1, n, d) for d, n, dtype in product(DIMS[:2], LARGE[:2], DTYPES)]
     cells += [("gated", dtype, 1, n, d) for n, d, dtype in product(FORM_TOKENS, DIMS[:2], ("bf16", "fp32-bf16"))]
+    cells += [("per_sample", dtype, 1, n, DIMS[2]) for n, dtype in product(LARGE[:2], DTYPES)]
     cells += [("per_sample", dtype, 1, n, d) for n, d, dtype in product((*LARGE[2:], *SMALL), DIMS, DTYPES)]
     cells += [("per_sample", dtype, BATCHED[0], n, d) for n, d, dtype in product(BATCHED[1], DIMS, DTYPES)]
     cells += [("per_token", "bf16", 1, n, d) for n, d in product(FORM_TOKENS[:1], DIMS[:2])]

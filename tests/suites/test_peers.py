@@ -49,6 +49,8 @@ def test_the_grid_covers_every_size_width_and_dtype() -> None:
 def test_large_cells_come_first_and_fused_last_in_its_cell() -> None:
     large = [c for c in full() if c.key["form"] != "per_token" and c.key["tokens"] in (32_768, 64_000)]
     assert full()[: len(large)] == large
+    models = [c for c in large if c.key["form"] == "per_sample" and c.key["dim"] != 3_072]
+    assert full()[: len(models)] == models and models[0].key["dim"] == 5_120
     seen: list[tuple[Any, ...]] = []
     for c in full():
         cell = tuple(c.key[p] for p in ("form", "dtype", "batch", "tokens", "dim"))
