@@ -18,6 +18,7 @@ from repro.balance.models import MODELS
 from repro.measure.stats import Interval
 from repro.suite import Evidence
 from suites import _epochs
+from suites._campaign import lookup
 from suites._epochs import POLICIES, depth
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def evidence(own: pd.DataFrame, samples: Callable[[Setting], int]) -> list[Evide
             f"Wan's own fp32 formula (equal_token): {_percent(wan)}; blocks are {MODELS[base.model].dim:,} wide, and "
             "wider ones have less of it"
         )
-        values = [_row(own, replace(base, adaln=a), "tokens_per_s") for a in ("eager", "fused")]
+        values = [lookup(own, replace(base, adaln=a), "tokens_per_s") for a in ("eager", "fused")]
         found.append(Evidence("T6", gained.value, gained.low, gained.high, "measured", *_values(values), note=note))
     return found + (_of_ranks(own, base, about) if ranks > 1 else [])
 
@@ -67,7 +68,7 @@ def simulator_error(own: pd.DataFrame, settings: Sequence[Setting]) -> str:
     """For a note: how far replayed epochs of these settings were from those taken, the worst of them."""
     told = []
     for metric, what in (("replay_error", "a step"), ("replay_total_error", "an epoch")):
-        rows = [_row(own, s, metric) for s in settings]
+        rows = [lookup(own, s, metric) for s in settings]
         errors = [abs(float(r["value"])) for r in rows if r is not None]
         if errors:
             kept = "kept" if max(errors) <= REPLAY_BARS[metric] else "missed"
@@ -77,19 +78,11 @@ def simulator_error(own: pd.DataFrame, settings: Sequence[Setting]) -> str:
     return f"the simulator, from solo times of the same run, was off by {', '.join(told)}"
 
 
-def _row(own: pd.DataFrame, setting: Setting, metric: str) -> pd.Series | None:
-    key = {name: v for name, v in setting.key.items() if v != ""}
-    at = own[own["metric"] == metric]
-    for name, value in key.items():
-        at = at[at[name] == value]
-    return None if at.empty else at.iloc[-1]
-
-
 def _steps(own: pd.DataFrame, setting: Setting) -> _epochs.Steps | None:
     """Steps in their order, None where they were not measured."""
     found: dict[str, list[float]] = {"step": [], "work": []}
     for name, values in found.items():
-        while (row := _row(own, setting, f"{name}_at_{len(values)}")) is not None:
+        while (row := lookup(own, setting, f"{name}_at_{len(values)}")) is not None:
             values.append(float(row["value"]))
     return _epochs.Steps(np.array(found["step"]), np.array(found["work"])) if found["step"] else None
 
@@ -108,10 +101,10 @@ def _correlations(own: pd.DataFrame, base: Setting, about: str) -> list[Evidence
         ("B1", "r_tokens", "tokens of all ranks"),
         ("B2", "r_squared", "square of the longest sample's S, which the step waits for"),
     ):
-        row = _row(own, base, metric)
+        row = lookup(own, base, metric)
         if row is None:
             continue
-        others = [_row(own, replace(base, adaln=adaln), metric) for adaln in ("fused", "wan")]
+        others = [lookup(own, replace(base, adaln=adaln), metric) for adaln in ("fused", "wan")]
         told = ", ".join(f"{float(r['value']):.2f} with {r['adaln']} AdaLN" for r in others if r is not None)
         note = (
             f"Pearson R of step time and {what} over {int(row['n'])} measured equal-token steps without partial "
@@ -135,7 +128,7 @@ def _of_ranks(own: pd.DataFrame, base: Setting, about: Callable[[Setting], str])
         ("B5", "peak_memory", False),
         ("B7", "rank_cv", True),
     ):
-        pair = [_row(own, s, metric) for s in (base, rule)]
+        pair = [lookup(own, s, metric) for s in (base, rule)]
         if pair[0] is None or pair[1] is None or not float(pair[0]["value"]) > 0:
             continue
         change = _change(pair[0], pair[1]).map(_fall if falls else _rise)
@@ -168,7 +161,7 @@ def _throughput(own: pd.DataFrame, base: Setting, claims: Sequence[str], about: 
         f"one micro-batch a step and rank, M_mem (a) {whole.m_mem:,} tokens: {about}{told}; "
         f"{simulator_error(own, (base, whole))}"
     )
-    values = _values([_row(own, s, "tokens_per_s") for s in (base, whole)])
+    values = _values([lookup(own, s, "tokens_per_s") for s in (base, whole)])
     interval = (gained.value, gained.low, gained.high)
     return [
         Evidence(claim, *interval, "measured", *values, note=note, decides=DECIDES[claim](base.ranks))

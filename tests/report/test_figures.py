@@ -28,6 +28,7 @@ MADE_UP = {
     "max_sequence": {"longest": "tokens", "static_memory": "GB", "held_memory": "GB", "working_memory": "GB"},
     "loss_parity": {"loss_after": "", "loss_before": "", "curve_at_0": "", "curve_at_1": ""},
     "kernel_share": {"step_time": "ms", "norm_modulate_share": "%"},
+    "throughput_scaled": {"gain": "%"},
     "throughput_measured": {
         "tokens_per_s": "1/s",
         "share_of_perfect": "fraction",
