@@ -9,18 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from repro import compare_read, plan_file
 from repro.corpus import manifest
 from repro.corpus.readers import ManifestError
 from repro.plan_setup import PlanError
 from repro.records import Store
+from repro.wan import checkpoint_index, sweep
+from repro.wan.config import WanConfig
+from repro.wan.convert import diffusers_config, load_diffusers, read_config, to_diffusers
+from repro.wan.model import WanModel
 from repro.wan.samples import DataError
 from repro.wan.shards import ShardedSamples
-from tests.faults import doors_functions, doors_plan, doors_results, doors_train, recorded_rows
+from tests.faults import doors_functions, doors_plan, doors_results, doors_start, doors_train, recorded_rows
 
+TINY = WanConfig.preset("tiny", 1)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -118,6 +125,47 @@ def test_an_index_of_shards(changed: dict[str, Any], tmp_path_factory: pytest.Te
     shard_entries_first = dict(sorted(changed.items(), key=lambda item: not item[0].startswith("shard_")))
     doors_train.index(**shard_entries_first)(data)
     answers(lambda: ShardedSamples(data), DataError, FileNotFoundError)
+
+
+def tensor_index() -> dict[str, Any]:
+    """Of a checkpoint with a sharded tensor and a setting."""
+    chunks = [[[0, 0], [2, 3], "__0_0.distcp", 0, 900], [[2, 0], [2, 3], "__1_0.distcp", 0, 900]]
+    one = {"dtype": "float32", "size": [4, 3], "chunks": chunks}
+    return {"tensors": {"model.w": one}, "others": {"optimizer.lr": ["__0_0.distcp", 900, 40]}}
+
+
+@given(content=JSON.map(json.dumps).map(str.encode) | mangled(json.dumps(tensor_index()).encode()))
+@SETTINGS
+def test_the_index_of_a_checkpoint(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / checkpoint_index.NAME).write_bytes(content)
+    answers(lambda: checkpoint_index.read(tmp_path), ValueError)
+
+
+@given(content=JSON.map(json.dumps).map(str.encode) | mangled(json.dumps(diffusers_config(TINY)).encode()))
+@SETTINGS
+def test_config_json_of_weights(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    answers(lambda: read_config(tmp_path), ValueError)
+
+
+@given(data=st.data())
+@SETTINGS
+def test_a_file_of_weights(data: st.DataObject, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = WanModel(TINY)
+    whole = save({name: torch.zeros(p.shape[:1]) for name, p in to_diffusers(model.state_dict()).items()})
+    (tmp_path / doors_start.TENSOR_FILE).write_bytes(data.draw(mangled(whole)))
+    answers(lambda: load_diffusers(model, tmp_path), ValueError)
+
+
+SWEPT = "\n".join([doors_start.SWEPT, "x,1x32x32,2,4,nan,100,1", "x,1x32x32,2,4,0.5,-1,1", "x,end,0,256,0.0,-1,1", ""])
+
+
+@given(content=mangled(SWEPT.encode()))
+@SETTINGS
+def test_a_record_of_measured_shapes(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "calibration.csv").write_bytes(content)
+    answers(lambda: sweep._read(tmp_path / "calibration.csv"), ValueError)
 
 
 @given(
