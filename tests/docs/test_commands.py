@@ -29,7 +29,7 @@ from tests.docs.documents import DOCUMENTS, ROOT, blocks, inline_code, inline_co
 
 ENTRIES = ("all", "plan", "compare", "train", "wan.make_corpus", "adaln.sanitize")
 NEED_TORCH = ("train", "wan.make_corpus", "adaln.sanitize")
-EXTENDING = ROOT / "docs" / "extending.md"
+EXTENDING, SLURM = ROOT / "docs" / "extending.md", ROOT / "docs" / "slurm.sbatch"
 PRINTED = list(dict.fromkeys(w for d in DOCUMENTS if d != EXTENDING for w in printed_commands(d)))
 INLINE = list(dict.fromkeys(w for d in DOCUMENTS for w in inline_commands(d)))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -187,7 +187,7 @@ def test_a_printed_command(words: tuple[str, ...], monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("words", [w for w in INLINE if w not in PRINTED], ids=" ".join)
 def test_a_command_in_a_sentence_parses(words: tuple[str, ...]) -> None:
     if words[0] == "sbatch":  # the script itself: below
-        assert words == ("sbatch", "train.sh")
+        assert words == ("sbatch", str(SLURM.relative_to(ROOT)))
     elif words[:2] == ("python", "-m"):
         parse(words[2].removeprefix("repro."), words[3:] or ["--help"])
     elif words[0] == "torchrun":
@@ -201,6 +201,7 @@ def test_a_command_in_a_sentence_parses(words: tuple[str, ...]) -> None:
 def test_the_slurm_script_starts_a_rank_a_task(place: Path) -> None:
     """Under stand-ins of Slurm's commands: `srun` is one task, `python` tells how it was called."""
     (script,) = (b.text for d in DOCUMENTS for b in blocks(d, "bash") if "#SBATCH" in b.text)
+    assert script == SLURM.read_text(), "the README shows the file that is there"
     options = dict(re.findall(r"--([\w-]+)(?:=(\S+))?", re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)[0]))
     assert options["ntasks-per-node"] == options["gpus-per-node"] and "requeue" in options
     assert re.fullmatch(r"USR1@\d+", options["signal"])
@@ -209,7 +210,7 @@ def test_the_slurm_script_starts_a_rank_a_task(place: Path) -> None:
     told = '#!/bin/bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT" "$@"\n'
     for name, text in {
         "scontrol": "#!/bin/bash\necho node0; echo node1\n",
-        "srun": '#!/bin/bash\nSLURM_PROCID=9 SLURM_LOCALID=1 exec "$@"\n',
+        "srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nSLURM_PROCID=9 SLURM_LOCALID=1 exec "$@"\n',
         "python": told,
     }.items():
         (tools / name).write_text(text)
@@ -227,7 +228,7 @@ def test_the_slurm_script_starts_a_rank_a_task(place: Path) -> None:
 def known_options() -> str:
     helps = [CliRunner().invoke(app_of(m), ["--help"]).stdout for m in ENTRIES]
     torchrun = pytest.importorskip("torch.distributed.run")
-    return "\n".join([*helps, torchrun.get_args_parser().format_help(), pytest_help()])
+    return "\n".join([*helps, torchrun.get_args_parser().format_help(), pytest_help(), SLURM.read_text()])
 
 
 def test_options_that_the_text_names_exist() -> None:
