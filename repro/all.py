@@ -26,7 +26,7 @@ from rich.text import Text
 
 from repro import runner, verdicts
 from repro import suite as registry
-from repro.measure.machine import Machine, read_machine
+from repro.measure.machine import Machine, device_slug, read_machine
 from repro.names import unknown
 from repro.records import Store, files
 from repro.report import draw, html, tables
@@ -34,6 +34,7 @@ from repro.suite import PROFILES, Profile, Suite
 from repro.wan.nodes import Nodes, NodesError, leading, lend
 
 ROOT = Path(__file__).resolve().parents[1]
+H200, MOST_PLANNED = "NVIDIA H200", 1024
 console = Console()
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -43,7 +44,9 @@ def main(
     profile: Annotated[str, typer.Option(help="smoke or full; verdicts use full")] = "smoke",
     only: Annotated[list[str] | None, typer.Option(help="this suite and what it needs; repeatable")] = None,
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="measure what is missing here")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be measured, and stop")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show what would be measured, and stop; needs no GPUs")
+    ] = False,
     again: Annotated[
         bool, typer.Option("--again", help="measure recorded cases (of --only) again; old rows stay")
     ] = False,
@@ -90,7 +93,7 @@ def main(
         suites, errors = runner.load_suites()
 
         if measure or dry_run:
-            machine = _recorded_machine(store, device) if device else _machine(gpus, nnodes)
+            machine = _recorded_machine(store, device) if device else _machine(gpus, nnodes, dry_run)
             if nodes is not None and nodes.rank and not dry_run:
                 _lend(nodes, machine)
             selected = runner.load_suites(only)[0] if only else suites
@@ -229,12 +232,18 @@ def _lend(nodes: Nodes, machine: Machine) -> None:
     _end([])
 
 
-def _machine(gpus: int | None, nodes: int) -> Machine:
-    """This machine with so many GPUs, its share of those of so many machines."""
+def _machine(gpus: int | None, nodes: int, plans: bool) -> Machine:
+    """This machine with so many GPUs, its share of those of so many machines.
+
+    plans: nothing is measured, so that GPUs which are not here will do.
+    """
     try:
         return read_machine(gpus, nodes)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--gpus") from error
+        if not plans or not gpus or not 0 < gpus <= MOST_PLANNED or gpus % nodes:
+            raise typer.BadParameter(str(error), param_hint="--gpus") from error
+        console.print(f"{gpus} GPUs are not visible here: a plan for as many H200s, which estimates are made for.")
+        return Machine(device_slug(H200, gpus), H200, gpus, (9, 0), 132, 141 * 10**9, 1, {})
 
 
 def _recorded_machine(store: Store, device: str) -> Machine:

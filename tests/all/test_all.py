@@ -397,3 +397,14 @@ def test_a_dry_run_says_what_a_budget_would_leave_out(checkout):
     assert "model: left out" in done.output, "1 s, and 0.8 s are left"
     for wrong in ("-1", "nan", "inf"):
         assert checkout.run("--minutes", wrong).exit_code == 2
+
+
+def test_a_plan_for_gpus_that_are_not_here(checkout):
+    done = checkout.run("--gpus", "8", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "8 GPUs are not visible here: a plan for as many H200s" in done.output
+    assert "smoke on nvidia-h200-x8" in done.output and not checkout.results.exists()
+    both = ("--gpus", "16", "--nnodes", "2", "--rendezvous", "head:29500", "--node-rank", "1", "--dry-run")
+    assert "smoke on nvidia-h200-x16" in checkout.run(*both).output
+    for wrong in (["--gpus", "8"], ["--gpus", "2000", "--dry-run"], ["--gpus", "15", *both[2:]]):
+        assert checkout.run(*wrong).exit_code == 2, wrong
