@@ -6,6 +6,7 @@ that its `norm2` is the affine norm before cross-attention, which the official c
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -115,8 +116,10 @@ def load_diffusers(model: WanModel, folder: str | Path) -> None:
     there is one.
 
     Raises FileNotFoundError for a missing file, ValueError for weights of another model, weights that are no finite
-    floating-point numbers, and an unreadable file.
+    floating-point numbers, an unreadable file, and where safetensors is not installed.
     """
+    if importlib.util.find_spec("safetensors") is None:
+        raise ValueError("reading weights needs safetensors: pip install 'adaptiveload-repro[data]'")
     from safetensors import SafetensorError, safe_open
 
     _check_config(model.config, folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -126,11 +127,13 @@ class ShardedSamples:
 
     verify: compare checksums, not only sizes; by default for folders of up to 4 GiB.
 
-    Raises FileNotFoundError for a missing folder, index or shard, DataError for one that is broken; both before any
-    sample is asked for.
+    Raises FileNotFoundError for a missing folder, index or shard, DataError for one that is broken and where webdataset
+    is not installed; all before any sample is asked for.
     """
 
     def __init__(self, folder: str | Path, verify: bool | None = None) -> None:
+        if importlib.util.find_spec("wids") is None:
+            raise DataError("reading samples needs webdataset below 1.0: pip install 'adaptiveload-repro[data]'")
         self.folder = Path(folder)
         index = _read_index(self.folder / INDEX)
         self._shards: list[dict[str, Any]] = index["shardlist"]

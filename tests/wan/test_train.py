@@ -22,7 +22,10 @@ from repro import train
 from repro.corpus.shapes import Shape, Tokenizer
 from repro.wan import checkpointing, sweep
 from repro.wan.batching import MODES
+from repro.wan.config import WanConfig
+from repro.wan.convert import to_diffusers
 from repro.wan.log import COLUMNS
+from repro.wan.model import WanModel
 from repro.wan.samples import FlowLosses
 from repro.wan.shards import ShardWriter
 
@@ -116,6 +119,28 @@ def test_encoded_samples_on_disk_are_trained_on_and_a_corrupt_shard_is_refused(t
     shard.write_bytes(content)
     done = run(tmp_path / "other", "--data", str(data), "--m-mem", "24", "--steps", "2")
     assert done.exit_code == 2 and "is corrupt" in done.output and not (tmp_path / "other").exists()
+
+
+def test_packages_that_are_not_there_are_named(tmp_path, monkeypatch):
+    """What `pip install .` alone does not bring."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for options in (["--data", str(tmp_path)], ["--init", str(tmp_path)]):
+        done = run(tmp_path / "run", "--steps", "1", *options)
+        told = " ".join(done.output.split())
+        assert done.exit_code == 2 and "pip install 'adaptiveload-repro[data]'" in told, told
+
+
+def test_weights_are_taken_from_a_folder(tmp_path):
+    """An untrained head predicts zero, whatever the rest; that of the folder does not."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    model = WanModel(WanConfig.preset("tiny", 1))
+    torch.nn.init.normal_(model.head.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    save_file(to_diffusers(model.state_dict()), tmp_path / "diffusion_pytorch_model.safetensors")
+    first = []
+    for name, options in (("random", []), ("given", ["--init", str(tmp_path)])):
+        assert run(tmp_path / name, "--steps", "1", *options).exit_code == 0
+        first.append(float(rows(tmp_path / name)[0]["loss"]))
+    assert first[1] > 1.01 * first[0], "weights that no training has made"
 
 
 def test_on_a_cpu_no_micro_batch_exceeds_the_longest_sample_unless_asked(tmp_path):
