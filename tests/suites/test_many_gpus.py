@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -14,7 +16,7 @@ from repro.measure.stats import exact
 from repro.records import Store
 from repro.report import style
 from repro.suite import Case, CaseSkipped, Evidence, load
-from suites import _epochs, throughput_measured, throughput_scaled
+from suites import _epochs, links, throughput_measured, throughput_scaled
 from tests.suites.test_throughput_measured import Ranks, gpus
 
 SMALL = "nvidia-test"
@@ -89,6 +91,20 @@ def test_what_decides_is_measured_first_and_fits_nine_minutes():
             }
             assert sides <= first
     assert {c.key["model"] for c in throughput_measured.cases("full", gpus(4))} == {"wan-1.3b"}
+
+
+def test_the_campaign_tells_the_order_and_its_seconds():
+    text = (Path(__file__).resolve().parents[2] / "CAMPAIGN.md").read_text()
+    told = [
+        int(seconds)
+        for seconds in re.findall(r"^\| .* \| (\d+) \| [^|]+ \|$", text.partition("In this order")[2], re.M)
+    ]
+    epochs = [c.seconds for c in throughput_measured.cases("full", gpus(8))]
+    parts = [epochs[:1], epochs[1:6], epochs[6:10], epochs[10:16], epochs[16:]]
+    own = [[c.seconds for c in suite.cases("full", gpus(8))] for suite in (links, throughput_scaled)]
+    assert told == pytest.approx([sum(part) for part in (own[0], *parts, own[1])], abs=2)
+    protocols = [c.key["protocol"] for c in throughput_measured.cases("full", gpus(8))]
+    assert set(protocols[:10]) == {"as_published"} and set(protocols[10:16]) == {"matched"}
 
 
 def test_eight_measured_gpus_decide_t1_t3_and_b3(recorded):
