@@ -56,7 +56,7 @@ def _draw_throughput(device: str, table: pd.DataFrame) -> list[Figure]:
                 )  # fmt: skip
             ax.set_yticks(range(len(names)), [style.label(n) for n in names])
             ax.set_ylim(len(names) - 0.5, -0.5)
-            ax.set_xlim(0, None)
+            ax.set_xlim(0, 1.04 * ax.get_xlim()[1])  # room for the marks at its end
             ax.set_title(f"{WORST} mix" if worst else PROTOCOLS[protocol])
             ax.set_xlabel(quantity if i == len(mixes) - 1 else "")
             ax.grid(axis="y", visible=False)

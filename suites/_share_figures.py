@@ -47,7 +47,7 @@ def _draw_device(device: str, table: pd.DataFrame, gain: Gain) -> list[Figure]:
         bottom.axhline(0, color=style.BLACK, linewidth=0.8)
         style.paper_value(bottom, 25, "paper: >25%")
         top.set_title(model)
-        top.set_ylim(0, None)
+        top.set_ylim(0, 1.08 * top.get_ylim()[1])
         for ax in (top, bottom):
             style.token_axis(ax, own["tokens"].to_numpy(), "tokens of one sample, S" if ax is bottom else "")
     axes[0, 0].set_ylabel("AdaLN's share of a step, %")

@@ -194,28 +194,26 @@ def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
     shown = [(at, cells) for at in SHOWN if not (cells := _cells(rows, *at)).empty]
     if not shown:
         return []
-    figure, axes = style.subplots(2, len(shown), 2.3)
+    figure, axes = style.subplots(len(shown), 2, 2.3)
     filled = [cells["batch"] * cells["tokens"] for _, cells in shown]
     norm = LogNorm(min(n.min() for n in filled), max(n.max() for n in filled))
-    for column, ((model, layers), cells) in enumerate(shown):
-        top, bottom = axes[:, column]
-        n = filled[column]
-        points = top.scatter(
+    for (left, right), ((model, layers), cells), n in zip(axes, shown, filled, strict=True):
+        points = left.scatter(
             cells["tokens"], 1e3 * cells["forward_backward"] / n, c=n, norm=norm, cmap="viridis", s=20, zorder=2
         )
         found = fitted(rows, model, layers)
         if found is not None:
             full = cells.loc[cells.groupby("tokens")["batch"].idxmax()]
             line = 1e6 * found[0].cost.seconds(full["batch"], full["tokens"]) / (full["batch"] * full["tokens"])
-            top.plot(full["tokens"], line, color=style.GREY, lw=1, label=f"fit, largest B: p = {_power(found[0])}")
-            top.legend(loc="upper left")
-        top.set(ylim=(0, None), title=f"{model}, {layers} layers")
-        bottom.plot(n / 1e3, cells["peak_memory"], "o", ms=4, color=style.color(ADALN))
-        bottom.set(xlim=(0, None), ylim=(0, None), xlabel="thousand tokens, B S")
-        style.token_axis(top, cells["tokens"].to_numpy(), "tokens of one sample, S")
-    axes[0, 0].set_ylabel("us a token")
-    axes[1, 0].set_ylabel("peak memory, GB")
-    bar = figure.colorbar(points, ax=axes[0], label="B S, tokens", pad=0.02)
+            left.plot(full["tokens"], line, color=style.GREY, lw=1, label=f"fit, largest B: p = {_power(found[0])}")
+            left.legend(loc="lower right")
+        left.set(ylim=(0, 1.04 * left.get_ylim()[1]), title=f"{model}, {layers} layers", ylabel="us a token")
+        right.plot(n / 1e3, cells["peak_memory"], "o", ms=4, color=style.color(ADALN))
+        right.set(xlim=(0, None), ylim=(0, 1.04 * right.get_ylim()[1]), ylabel="peak memory, GB")
+        last = left is axes[-1, 0]
+        style.token_axis(left, cells["tokens"].to_numpy(), "tokens of one sample, S" if last else "")
+        right.set_xlabel("thousand tokens, B S" if last else "")
+    bar = figure.colorbar(points, ax=axes[:, 0], label="B S, tokens", pad=0.02, aspect=60)
     style.log_ticks(bar.ax.yaxis)
     style.legend(figure, ["measured"], axes=[])
     ranks = sorted({int(r) for r in rows["ranks"]})
