@@ -29,7 +29,7 @@ from repro import suite as registry
 from repro.measure.machine import Machine, device_slug, read_machine
 from repro.names import unknown
 from repro.records import Store, files
-from repro.report import draw, html, tables
+from repro.report import draw, html, kernel_words, tables
 from repro.suite import PROFILES, Profile, Suite
 from repro.wan.nodes import Nodes, NodesError, leading, lend
 
@@ -151,7 +151,8 @@ def _conclude(store: Store, suites: dict[str, Suite], folder: Path, debug: bool)
     verdicts.write(chosen, rest, results)
     rows = verdicts.read(results)
     drawn += draw.draw_claims(rows, folder, [v.row() for v in rest])
-    tables.update_readme(results.parent / "README.md", rows)
+    kernels = kernel_words.section(store, next((r["device"] for r in rows if r["id"] == "K1"), ""))
+    tables.update_readme(results.parent / "README.md", tables.readme_section(rows), kernels)
 
     console.print(tables.terminal(rows, console.width))
     console.print(f"{len(drawn)} figures in {folder}, verdicts in {results / 'claims.csv'}", highlight=False)

@@ -90,13 +90,15 @@ def readme_section(rows: Sequence[Row]) -> str:
     return f"{START}\n{headline(rows)}.\n\n{markdown(rows)}{END}"
 
 
-def update_readme(readme: Path, rows: Sequence[Row]) -> bool:
-    """Write the section into a README that has the markers; whether it had them."""
-    text = readme.read_text() if readme.exists() else ""
-    section = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
-    if not section.search(text):
-        return False
-    updated = section.sub(lambda _: readme_section(rows), text)
+def update_readme(readme: Path, *sections: str) -> bool:
+    """Write sections, whose first and last lines are their markers, into a README; whether it had all the markers."""
+    text = updated = readme.read_text() if readme.exists() else ""
+    known = True
+    for section in sections:
+        start, *_, end = section.splitlines()
+        place = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
+        known &= place.search(text) is not None
+        updated = place.sub(section.replace("\\", r"\\"), updated)
     if updated != text:
         files.replace(readme, updated.encode())
-    return True
+    return known

@@ -15,7 +15,7 @@ from repro import verdicts
 from repro.balance import policies
 from repro.measure.machine import Machine
 from repro.records import Store
-from repro.verdicts import gpus_of
+from repro.report import kernel_words
 from tests.docs.documents import DOCUMENTS, ROOT
 
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
@@ -123,37 +123,6 @@ def test_every_row_s_run_is_on_record() -> None:
             assert set(pd.read_csv(path, usecols=["run_id"])["run_id"]) <= known, path
 
 
-def _slower(form: str, direction: str) -> dict[str, list[str]]:
-    """By suite, cells on the H200 in which another implementation takes less device time than fused."""
-    found: dict[str, list[str]] = {}
-    for suite in ("kernel_speed", "peers"):
-        rows = rows_of(suite, "nvidia-h200")
-        rows = rows[(rows["metric"] == "time") & (rows["form"] == form) & (rows["pass"] == direction)]
-        wide = rows.pivot_table(index=["dtype", "batch", "tokens", "dim"], columns="impl", values="value")
-        if "fused" in wide:
-            others = wide.drop(columns=["fused", "stream"]).min(axis=1)
-            found[suite] = [str(cell) for cell in wide.index[others < wide["fused"]]]
-    return found
-
-
-def test_what_the_readme_says_of_the_kernels() -> None:
-    text = " ".join(README.read_text().split())
-    assert "its backward takes the least device time of all that we measured, at every size" in text
-    assert not any(_slower("per_sample", "backward").values())
-    assert "its forward does not, at some sizes and mostly in fp32" in text
-    forward = [cell for cells in _slower("per_sample", "forward").values() for cell in cells]
-    assert forward and sum("fp32" in cell for cell in forward) > len(forward) / 2
-    assert "With modulation per token, measured at two sizes, `torch.compile`'s backward is faster" in text
-    assert len(_slower("per_token", "backward")["peers"]) == 2
-
-
-def test_what_is_not_recorded_is_said() -> None:
-    """Sentences that stand until somebody measures it."""
-    measured = set(rows_of("peers", "nvidia-h200")["impl"]) & {"cudnn", "liger", "quack"}
-    assert ("no rows of these three packages are recorded yet" in RESULTS.read_text()) == (not measured)
-    training = " ".join((ROOT / "docs" / "training.md").read_text().split())
-    many = [d for d in STORE.devices() if gpus_of(STORE, d) > 2]
-    assert ("**Not run so far:** more than two GPUs" in training) == (not many), many
-    kinds = {row["id"]: row["kind"] for row in verdicts.read(ROOT / "results")}
-    simulated = kinds["T1"] == kinds["T2"] == "simulated"
-    assert ("on 8 and 16 ranks that the README tells are simulated" in training) == simulated
+def test_what_the_readme_says_of_the_kernels_is_counted() -> None:
+    decides = next(row["device"] for row in verdicts.read(ROOT / "results") if row["id"] == "K1")
+    assert kernel_words.section(STORE, decides) in README.read_text(), "run python -m repro.all --no-measure"

@@ -148,7 +148,7 @@ def test_t6_follows_from_measured_steps() -> None:
     """Where it is decided: seconds of the same schedule's steps, eager against fused."""
     row = recorded.claims()["T6"]
     table = recorded.STORE.rows(NAME, row["device"], "full") if row["device"] else pd.DataFrame()
-    if table.empty:
+    if table.empty or "the same schedule on both sides" not in row["note"]:
         pytest.skip("not decided by measured epochs")
     at = table[(table["policy"] == "equal_token") & (table["protocol"] == "as_published")]
     at = at[(at["sync"] == "micro_batch") & (at["corpus"] == "wan-uniform") & at["metric"].str.startswith("step_at_")]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from repro import verdicts
 from repro.claims import BY_ID, CLAIMS, judge
 from repro.measure.machine import Machine
 from repro.records import Store
-from repro.report import draw, overview, style, tables
+from repro.report import draw, kernel_words, overview, style, tables
 from repro.suite import Case, Evidence, Measurement
 from repro.verdicts import Verdict
 
@@ -128,9 +129,10 @@ def test_markdown_has_a_row_a_claim_and_no_broken_cells(rows):
 
 def test_a_readme_without_markers_is_left_alone(rows, tmp_path):
     readme = tmp_path / "README.md"
-    assert not tables.update_readme(readme, rows)
+    section = tables.readme_section(rows)
+    assert not tables.update_readme(readme, section)
     readme.write_text("mine")
-    assert not tables.update_readme(readme, rows)
+    assert not tables.update_readme(readme, section)
     assert readme.read_text() == "mine"
 
 
@@ -152,3 +154,41 @@ def test_what_other_devices_say_is_below_what_decides(rows, tmp_path):
     assert text.index("## On other devices") < text.index("another-gpu")
     assert [f.name for f in draw.draw_claims(rows, tmp_path / "alone")] == ["claims"]
     assert "another" not in (tmp_path / "alone" / "claims.md").read_text()
+
+
+def kernel_times(suite, form, direction, times):
+    """Rows of one cell for each dict of times by implementation."""
+    return pd.DataFrame([
+        {"suite": suite, "form": form, "pass": direction, "dtype": "bf16", "batch": 1, "tokens": n, "dim": 64,
+         "impl": impl, "metric": "time", "value": us}
+        for n, cell in enumerate(times, start=1) for impl, us in cell.items()
+    ])  # fmt: skip
+
+
+class Recorded:
+    """Stands in for a store."""
+
+    def __init__(self, **tables):
+        self.tables = tables
+
+    def rows(self, suite, device, profile):
+        assert profile == "full"
+        return self.tables.get(suite, pd.DataFrame())
+
+
+def test_where_the_fused_op_is_fastest_is_counted_over_suites():
+    ours, tied = {"stream": 1.0, "fused": 2.0, "eager": 9.0}, {"fused": 2.0, "quack": 1.9, "compile": 3.0}
+    store = Recorded(
+        kernel_speed=kernel_times("kernel_speed", "per_sample", "forward", [ours, ours, {**ours, "compile": 1.5}]),
+        peers=pd.concat(
+            [
+                kernel_times("peers", "per_sample", "forward", [tied, ours, tied]),
+                kernel_times("peers", "per_token", "backward", [ours]),
+            ]
+        ),
+    )
+    text = kernel_words.section(store, "nvidia-h200")
+    assert "with modulation per sample at 1 of 3 forward (elsewhere `quack`, `compile`); with" in text
+    assert text.endswith(f"with modulation per token at 1 of 1 backward.\n{kernel_words.END}")
+    assert "nothing is recorded yet" in kernel_words.section(Recorded(), "nvidia-h200")
+    assert "nothing is recorded yet" in kernel_words.section(store, "")
