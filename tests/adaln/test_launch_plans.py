@@ -1,0 +1,143 @@
+"""Which launch each chip gets, worked out on the host from the chip's limits: needs nvcc, no GPU.
+
+Limits: tables "Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide (shared memory), and
+NVIDIA's architecture papers (multiprocessors of A100, A40, L40, H200, B200 and RTX PRO 6000).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from repro.adaln import build
+
+KIB = 1024
+
+
+class Chip(NamedTuple):
+    multiprocessors: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+    bulk: int  # bulk copies, clusters, programmatic dependent launch
+
+
+CHIPS = {
+    "sm_80": Chip(108, 163 * KIB, 164 * KIB, 0),
+    "sm_86": Chip(84, 99 * KIB, 100 * KIB, 0),
+    "sm_89": Chip(142, 99 * KIB, 100 * KIB, 0),
+    "sm_90": Chip(132, 227 * KIB, 228 * KIB, 1),
+    "sm_100": Chip(148, 227 * KIB, 228 * KIB, 1),
+    "sm_120": Chip(188, 99 * KIB, 100 * KIB, 1),
+}
+TYPES = ("bf16", "fp32", "fp32-bf16")
+DIMS = (64, 1536, 3072, 5120, 8192, 12288, 16384, 20000)
+WAN = (1536, 3072, 5120)
+SIZES = ((1, 1), (1, 1024), (1, 64_000), (8, 4096), (21, 1560), (1000, 7))
+RESERVED = KIB
+"""Bytes of shared memory that the driver takes of every block."""
+
+
+class Question(NamedTuple):
+    types: str
+    form: str
+    residual: int
+    batch: int
+    rows: int
+    dim: int
+    chip: str
+
+
+class Plan(NamedTuple):
+    forward: int
+    fits: int
+    threads: int
+    stages: int
+    cluster: int
+    blocks: int
+    partials: int
+    shared: int
+    rows: int
+    keep: int
+
+
+QUESTIONS = [
+    Question(types, form, residual, batch, rows, dim, chip)
+    for types, form, residual, (batch, rows), dim, chip in product(
+        TYPES, ("per_sample", "per_token"), (0, 1), SIZES, DIMS, CHIPS
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[Question, Plan]:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc on PATH")
+    program = tmp_path_factory.mktemp("plans") / "plans"
+    source = Path(__file__).with_name("launch_plans.cu")
+    built = subprocess.run(
+        [nvcc, "-std=c++17", "-O0", "-I", build.sources(), "-o", program, source], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    asked = "".join(f"{' '.join(map(str, (*q[:-1], *CHIPS[q.chip])))}\n" for q in QUESTIONS)
+    lines = subprocess.run([program], input=asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    return dict(zip(QUESTIONS, (Plan(*map(int, line.split())) for line in lines), strict=True))
+
+
+def test_a_launch_stays_within_the_chip(plans: dict[Question, Plan]) -> None:
+    for q, plan in plans.items():
+        if not plan.fits:
+            continue
+        chip = CHIPS[q.chip]
+        assert 32 <= plan.threads <= 1024 and plan.threads % 32 == 0, (q, plan)
+        assert plan.shared + RESERVED <= chip.shared_per_block + RESERVED, (q, plan)
+        assert plan.shared + RESERVED <= chip.shared_per_multiprocessor, (q, plan)
+        assert plan.blocks >= 1 and plan.blocks == plan.partials * plan.cluster, (q, plan)
+        assert plan.blocks <= max(-(-q.rows // plan.rows), plan.cluster), (q, plan, "blocks without a row")
+        assert q.batch > 1 or plan.blocks <= 16 * chip.multiprocessors, (q, plan, "more than one wave")
+
+
+def test_a_ring_of_rows_only_where_bulk_copies_are(plans: dict[Question, Plan]) -> None:
+    """Elsewhere threads load for themselves: no shared memory is asked for, and no cluster."""
+    for q, plan in plans.items():
+        if plan.fits and CHIPS[q.chip].bulk:
+            assert 2 <= plan.stages <= 16 and plan.shared > 0 and plan.cluster in (1, 2, 4, 8), (q, plan)
+        elif plan.fits:
+            assert (plan.stages, plan.cluster, plan.shared) == (0, 1, 0), (q, plan)
+
+
+def test_forwards_need_no_limit(plans: dict[Question, Plan]) -> None:
+    for q, plan in plans.items():
+        assert plan.forward == plans[q._replace(chip="sm_90")].forward, (q, plan)
+        assert plan.forward or q.dim > 16_384, (q, plan)
+
+
+def test_the_models_widths_take_the_row_kernels(plans: dict[Question, Plan]) -> None:
+    """Where a ring does not fit, scalar kernels or a residual added by itself take over: in the widest forms only."""
+    left_out = {q for q, plan in plans.items() if q.dim in WAN and not plan.fits}
+    assert {q.chip for q in left_out if q.types == "bf16" and q.form == "per_sample"} == set(), "on no chip"
+    assert {q.chip for q in left_out if not q.residual} <= {"sm_120"}
+    elsewhere = {(q.types, q.form, q.dim) for q in left_out if q.chip != "sm_120"}
+    assert elsewhere <= {("fp32", "per_token", 5120)}, "two stages of six float32 rows are 240 KiB"
+
+
+def test_what_fits_without_bulk_copies_fits_by_width_alone(plans: dict[Question, Plan]) -> None:
+    for q, plan in plans.items():
+        if not CHIPS[q.chip].bulk:
+            assert plan.fits == plans[q._replace(chip="sm_80", batch=1, rows=64_000)].fits, (q, plan)
+
+
+def test_less_shared_memory_means_fewer_rows_in_flight_not_none(plans: dict[Question, Plan]) -> None:
+    """sm_120 has 99 KiB a block where sm_100 has 227: rings get shorter, groups smaller."""
+    shorter = 0
+    for q, small in plans.items():
+        if q.chip == "sm_120" and small.fits:
+            large = plans[q._replace(chip="sm_100")]
+            assert large.fits and small.stages * small.rows <= large.stages * large.rows, (q, small, large)
+            shorter += small.stages * small.rows < large.stages * large.rows
+    assert shorter
