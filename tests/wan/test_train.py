@@ -305,6 +305,27 @@ def test_a_run_may_leave_no_checkpoint(tmp_path):
     assert len(rows(tmp_path)) == 2 and not list((tmp_path / "checkpoints").iterdir())
 
 
+def test_a_loss_that_is_not_finite_ends_the_run_or_is_skipped_and_counted(tmp_path, monkeypatch):
+    real, calls = FlowLosses.__call__, []
+
+    def broken(self, model, micro_batch, epoch):
+        calls.append(micro_batch.sample_ids)
+        return real(self, model, micro_batch, epoch) * (float("nan") if len(calls) == 2 else 1.0)
+
+    monkeypatch.setattr(FlowLosses, "__call__", broken)
+    done = run(tmp_path / "stop", "--steps", "3")
+    assert done.exit_code == 1 and f"loss is not finite; samples {calls[1][0]}" in done.output, done.output
+    assert [r["step"] for r in rows(tmp_path / "stop")] == ["0"]
+    calls.clear()
+    done = run(tmp_path / "skip", "--steps", "3", "--on-nonfinite", "skip", "--log-every", "1")
+    assert done.exit_code == 0 and "1 skipped" in done.output, done.output
+    assert [(r["skipped"], r["loss"] == "nan") for r in rows(tmp_path / "skip")] == [
+        ("0", False),
+        ("1", True),
+        ("0", False),
+    ]
+
+
 def test_memory_that_runs_out_while_training_names_the_way_out(tmp_path, monkeypatch):
     def short(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
