@@ -10,7 +10,7 @@ M_mem is that solved for B * S, in what parameters and optimizer state (`state_b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,28 +80,48 @@ class MemoryFit:
 
 
 def fit_memory(rows: pd.DataFrame, model: str, adaln: str) -> MemoryFit:
-    """Fit the memory of `model` with `adaln` to rows of suites `block_time` and `shape_sweep`.
+    """Fit the memory of `model` with `adaln` to peaks of the whole model (`repro.balance.whole`), else of blocks.
 
-    That of blocks (`_of_blocks`); where peaks of the whole model were measured (`repro.balance.whole`), with as many
-    bytes a token more or fewer as these need. Raises ValueError as `_of_blocks`.
+    Raises ValueError as `_of_whole_model` and `_of_blocks`.
     """
-    blocks, found = _of_blocks(rows, model, adaln), whole.find(rows, model)
-    own = None if found is None else found.cells.dropna(subset=["peak_memory"])
-    if found is None or own is None or len(own) < _FEWEST:
-        return blocks
-    size, like = MODELS[model], _of_blocks(rows, model, found.adaln).model
-    # The sweep's peak is where the backward pass begins: no gradients, no moments yet.
-    held = 4 * size.parameters / found.ranks + _gathered(size)
-    batch, tokens = own["batch"].to_numpy(float), own["tokens"].to_numpy(float)
-    peak, n = 1e9 * own["peak_memory"].to_numpy(float) - held, batch * tokens
-    # But of short samples it is that of all gradients, where it ends; no limit comes from there.
-    long = n >= n.max() / 2
-    peak, n, batch, tokens = peak[long], n[long], batch[long], tokens[long]
-    rest = (peak - like.bytes(batch, tokens, size.layers)) / peak
-    more = float((n / peak) @ rest / ((n / peak) @ (n / peak)))
-    residuals = replace(like, token=like.token + more).bytes(batch, tokens, size.layers) / peak - 1
-    source = " ".join(sorted({*found.source.split(), *blocks.source.split()}))
-    return MemoryFit(replace(blocks.model, token=max(0.0, blocks.model.token + more)), residuals, source)
+    found = whole.find(rows, model)
+    fitted = None if found is None else _of_whole_model(rows, model, adaln, found)
+    return _of_blocks(rows, model, adaln) if fitted is None else fitted
+
+
+def _of_whole_model(rows: pd.DataFrame, model: str, adaln: str, found: whole.WholeModel) -> MemoryFit | None:
+    """Fit to rows of suite `shape_sweep`, least squares on relative error; None where too few peaks are of activations.
+
+    A sweep's peak is where the backward pass begins: parameters are there, gradients and moments not yet. Of short
+    samples it is where that pass ends, with all gradients, and says nothing of them. Another AdaLN's working set is
+    larger or smaller by what it is in blocks. Raises ValueError for fewer than three blocks measured with both.
+    """
+    size, cells = MODELS[model], found.cells.dropna(subset=["peak_memory"])
+    sharded = 4 * size.parameters / found.ranks
+    peak = 1e9 * cells["peak_memory"].to_numpy(float) - sharded - _gathered(size)
+    long = peak > 1.15 * sharded
+    if long.sum() < _FEWEST:
+        return None
+    batch, tokens, peak = (x[long] for x in (cells["batch"].to_numpy(float), cells["tokens"].to_numpy(float), peak))
+    token, sample = _nnls([batch * tokens, batch], peak, scale=peak)
+    residuals = (batch * tokens * token + batch * sample) / peak - 1
+    more, runs = (0.0, set()) if adaln == found.adaln else _difference(rows, model, found.adaln, adaln)
+    checkpoint = 2.0 * size.dim  # a block's input in bf16
+    of_rest = max(0.0, token + more - size.layers * checkpoint)
+    source = " ".join(sorted({*found.source.split(), *runs}))
+    return MemoryFit(MemoryModel(checkpoint, of_rest, sample, 0.0), residuals, source)
+
+
+def _difference(rows: pd.DataFrame, model: str, base: str, other: str) -> tuple[float, set[str]]:
+    """Bytes a token that a block's peak is higher with another AdaLN, and the runs that say so."""
+    table = _wide(rows, model)
+    one, two = (table[table["adaln"] == adaln] for adaln in (base, other))
+    both = one.merge(two, on=["layers", "batch", "tokens"], suffixes=("_base", "_other"))
+    if len(both) < whole.FEWEST_COMMON:
+        raise ValueError(f"memory of {model} needs three shapes measured with {base} and with {other}, got {len(both)}")
+    n = (both["batch"] * both["tokens"]).to_numpy(float)
+    more = (both["peak_other"] - both["peak_base"]).to_numpy(float)
+    return float(n @ more / (n @ n)), {*both["run_id_base"], *both["run_id_other"]}
 
 
 def _of_blocks(rows: pd.DataFrame, model: str, adaln: str) -> MemoryFit:
