@@ -188,6 +188,7 @@ def _seconds(world: World, run: Callable[[], None], calls: int) -> float:
             run()
         return time.perf_counter() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()  # behind which the streams of all its ranks are level, whenever their hosts came
     start.record()
     for _ in range(calls):
         run()
