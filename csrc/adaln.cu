@@ -102,8 +102,7 @@ namespace {
 // Its blocks may be placed while the kernel that writes the partial sums is still running.
 cudaError_t finish(const Problem& p, const Backward& args, int partials, const Device& d) {
   const int sums = sums_of(args.residual()), wanted = args.gate.data != nullptr ? 3 : 2;
-  // Wide rows: few blocks of four features a thread, since blocks take time to start.
-  const int floats = p.dim % 4 != 0 ? 1 : 4;
+  const int floats = p.dim % 2 == 0 ? 2 : 1, warps = partials > 160 ? 16 : 8;
   const int tiles = (wanted * p.dim + 32 * floats - 1) / (32 * floats);
   const int64_t grid = p.batch * tiles;
   if (grid > 0x7fffffff) return cudaErrorInvalidValue;
@@ -112,13 +111,15 @@ cudaError_t finish(const Problem& p, const Backward& args, int partials, const D
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>(grid);
-  config.blockDim = 32 * kFinishWarps;
+  config.blockDim = 32 * warps;
   config.stream = p.stream;
   config.attrs = &overlap;
   config.numAttrs = d.bulk ? 1 : 0;
-  return cudaLaunchKernelEx(&config, floats == 4 ? finish_gradients<4> : finish_gradients<1>,
-                            static_cast<const float*>(args.workspace), partials, sums, wanted, p.dim, tiles,
-                            Gradients{{args.dscale, args.dshift, args.dgate}});
+  const auto kernel = floats == 1  ? warps == 8 ? finish_gradients<1, 8> : finish_gradients<1, 16>
+                      : warps == 8 ? finish_gradients<2, 8>
+                                   : finish_gradients<2, 16>;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<const float*>(args.workspace), partials, sums, wanted, p.dim,
+                            tiles, Gradients{{args.dscale, args.dshift, args.dgate}});
 }
 
 }  // namespace

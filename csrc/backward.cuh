@@ -13,8 +13,8 @@ __host__ __device__ constexpr int sums_of(bool residual) { return residual ? 3 :
 
 // Sums = false leaves dscale and dshift to a separate reduction (the paper's D-tile).
 template <typename X, typename Y, int V, int R, bool Keep, bool Residual, bool PerToken, bool Sums, int Threads,
-          int Blocks>
-__global__ void __launch_bounds__(Threads, Blocks)
+          int Resident>
+__global__ void __launch_bounds__(Threads, Resident)
     backward_rows(const Backward a, float* const partial, const Loop loop) {
   constexpr int E = kElements<X, Y>;
   constexpr int kSums = sums_of(Residual);
@@ -30,21 +30,23 @@ __global__ void __launch_bounds__(Threads, Blocks)
   // Without a gate nothing depends on the branch. Modulations are operands where each row has its own.
   constexpr int kX = 0, kDy = 1, kDh = 2, kBranch = 3, kScale = Residual ? 4 : 2, kGate = 5;
   auto reader = [&] {
-    const auto of = [&](const auto& t, int element) { return operand_of(t, sample, dim, element); };
+    const auto of = [&](const auto& t, int element) { return operand_of(t, sample, element); };
     const auto size = [](DType type) { return type == DType::f32 ? 4 : 2; };
-    const Operand x = of(a.x, sizeof(X)), dy = of(a.dy, sizeof(Y));
+    constexpr int kXBytes = sizeof(X), kYBytes = sizeof(Y);
+    const Operand x = of(a.x, kXBytes), dy = of(a.dy, kYBytes);
     if constexpr (Residual) {
-      const Operand dh = of(a.dh, sizeof(X)), branch = a.gate.data != nullptr ? of(a.branch, sizeof(Y)) : Operand{};
+      const Operand dh = of(a.dh, kXBytes), branch = a.gate.data != nullptr ? of(a.branch, kYBytes) : Operand{};
       if constexpr (PerToken) {
         const Operand scale = of(a.scale, size(a.scale.type)), gate = of(a.gate, size(a.gate.type));
-        return RowReader<E, V, R, Keep, 6>(loop, {x, dy, dh, branch, scale, gate}, shared);
+        return RowReader<E, V, R, Keep, kXBytes, kYBytes, kXBytes, kYBytes, 0, 0>(
+            loop, {x, dy, dh, branch, scale, gate}, shared);
       } else {
-        return RowReader<E, V, R, Keep, 4>(loop, {x, dy, dh, branch}, shared);
+        return RowReader<E, V, R, Keep, kXBytes, kYBytes, kXBytes, kYBytes>(loop, {x, dy, dh, branch}, shared);
       }
     } else if constexpr (PerToken) {
-      return RowReader<E, V, R, Keep, 3>(loop, {x, dy, of(a.scale, size(a.scale.type))}, shared);
+      return RowReader<E, V, R, Keep, kXBytes, kYBytes, 0>(loop, {x, dy, of(a.scale, size(a.scale.type))}, shared);
     } else {
-      return RowReader<E, V, R, Keep, 2>(loop, {x, dy}, shared);
+      return RowReader<E, V, R, Keep, kXBytes, kYBytes>(loop, {x, dy}, shared);
     }
   }();
   const bool gated = Residual && a.gate.data != nullptr;
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(Threads, Blocks)
         const int i = threadIdx.x + v * blockDim.x;
         if (i < loop.vectors) {
           if constexpr (PerToken) {
-            load_features(reader.template place<kScale, T>(0, v), gain[v]);
+            load_features(reader.template place<kScale, T>(0, i), gain[v]);
           } else {
             load_modulation<T>(a.scale, sample, 0, static_cast<int64_t>(i) * E, gain[v]);
           }
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(Threads, Blocks)
         const int i = threadIdx.x + v * blockDim.x;
         if (i >= loop.vectors) continue;
         if constexpr (PerToken) {
-          load_features(reader.template place<kGate, T>(0, v), gate[v]);
+          load_features(reader.template place<kGate, T>(0, i), gate[v]);
         } else {
           load_modulation<T>(a.gate, sample, 0, static_cast<int64_t>(i) * E, gate[v]);
         }

@@ -76,7 +76,8 @@ struct BackwardChoice {
   int rows;     // an iteration (R)
   bool keep;
   int threads;        // upper bound of a block's size
-  int blocks_per_sm;  // persistent blocks on a multiprocessor; with `threads` it sets the registers of a thread
+  int resident;       // blocks of that size for which registers must suffice on a multiprocessor
+  int blocks_per_sm;  // persistent blocks on a multiprocessor
   int stages;         // depth of the ring of rows in shared memory
   int cluster;        // blocks that add up their partial sums before these are written
 };
@@ -128,9 +129,10 @@ inline Plan make_plan(const Problem& p, int row_vectors, int row_bytes, const Ba
     const int room = d.shared_per_block - kBarrierBytes - own;
     plan.stages = std::min({c.stages, 16, room / (c.rows * row_bytes)});
     if (plan.stages < 2) return plan;
-    plan.cluster = c.cluster;
     plan.shared = kBarrierBytes + plan.stages * c.rows * row_bytes;
     per_sm = std::min<int64_t>(per_sm, d.shared_per_multiprocessor / (plan.shared + own));
+    // A block a multiprocessor leaves few partial sums as it is.
+    if (per_sm > 1) plan.cluster = c.cluster;
   }
   plan.blocks = blocks_of_sample(p, c.rows, static_cast<int>(std::max<int64_t>(per_sm, 1)), plan.cluster, d);
   plan.fits = true;

@@ -24,26 +24,29 @@ struct Loop {
 
 constexpr int kBarrierBytes = 128;  // room for 16 mbarriers ahead of the ring
 
-// Rows of one tensor, from a sample's first on; an absent tensor has no bytes, and its rows read as zeros.
+// Rows of one tensor, from a sample's first on; no base where the tensor is absent, whose rows read as zeros.
 struct Operand {
   const char* base = nullptr;
   int64_t distance = 0;  // from row to row, bytes
-  int bytes = 0;         // of a row
+  int element = 0;       // bytes
 };
 
 // The rows of a sample of a tensor or of a modulation per token.
 template <typename T>
-__device__ __forceinline__ Operand operand_of(const T& t, int64_t sample, int dim, int element) {
+__device__ __forceinline__ Operand operand_of(const T& t, int64_t sample, int element) {
   if (t.data == nullptr) return {};
-  return {static_cast<const char*>(t.data) + sample * t.batch_stride * element, t.row_stride * element, dim * element};
+  return {static_cast<const char*>(t.data) + sample * t.batch_stride * element, t.row_stride * element, element};
 }
 
-// Brings groups of R rows of the operands to registers.
+// Brings groups of R rows of the operands to registers. `Sizes` are the bytes of their elements, 0 where these are
+// known at run time only; knowing them saves a tenth of the registers.
 //
 // Keep: phases before and after the block's barrier work on the same registers, and the stage is refilled at once.
 // Otherwise the second phase reads shared memory again, which frees registers and costs one stage of look-ahead.
-template <int E, int V, int R, bool Keep, int kOperands>
+template <int E, int V, int R, bool Keep, int... Sizes>
 class RowReader {
+  static constexpr int kOperands = sizeof...(Sizes);
+
  public:
   __device__ __forceinline__ RowReader(const Loop& loop, const Operand (&operands)[kOperands], char* shared)
       : loop_(loop), group_(blockIdx.x % loop.blocks) {
@@ -81,21 +84,21 @@ class RowReader {
   template <int K, typename T>
   __device__ __forceinline__ Pack<T, E> get(int r, int v) const {
     Pack<T, E> out;
-    if (operands_[K].bytes != 0 && r < count() && threadIdx.x + v * blockDim.x < loop_.vectors) {
-      out.load_shared(place<K, T>(r, v));
+    const int i = threadIdx.x + v * blockDim.x;
+    if (operands_[K].base != nullptr && r < count() && i < loop_.vectors) {
+      out.load_shared(place<K, T>(r, i));
     } else {
       out.zero();
     }
     return out;
   }
 
-  // Where it lies.
+  // Where vector i of row r of operand K lies.
   template <int K, typename T>
-  __device__ __forceinline__ const T* place(int r, int v) const {
-    const int offset = (threadIdx.x + v * blockDim.x) * E * static_cast<int>(sizeof(T));
+  __device__ __forceinline__ const T* place(int r, int i) const {
+    const int offset = i * E * static_cast<int>(sizeof(T));
 #if ADALN_BULK
-    const char* const stage = ring_ + stage_ * R * bytes_ahead(kOperands);
-    return reinterpret_cast<const T*>(stage + R * bytes_ahead(K) + r * operands_[K].bytes + offset);
+    return reinterpret_cast<const T*>(ring_ + stage_ * stage_bytes() + R * bytes_ahead(K) + r * row_bytes(K) + offset);
 #else
     return reinterpret_cast<const T*>(operands_[K].base + (first_row() + r) * operands_[K].distance + offset);
 #endif
@@ -134,31 +137,40 @@ class RowReader {
   }
 
 #if ADALN_BULK
-  // Bytes of a row of all operands ahead of k.
-  __device__ __forceinline__ int bytes_ahead(int k) const {
-    int bytes = 0;
-#pragma unroll
-    for (int j = 0; j < kOperands; ++j) bytes += j < k ? operands_[j].bytes : 0;
-    return bytes;
+  __device__ __forceinline__ int element(int k) const {
+    constexpr int sizes[] = {Sizes...};
+    return sizes[k] != 0 ? sizes[k] : operands_[k].element;
   }
+  // Bytes of a row of operand k, and of a row of all operands ahead of it, in shared memory.
+  __device__ __forceinline__ int row_bytes(int k) const { return loop_.vectors * E * element(k); }
+  __device__ __forceinline__ int bytes_ahead(int k) const {
+    int size = 0;
+#pragma unroll
+    for (int j = 0; j < kOperands; ++j) size += j < k ? element(j) : 0;
+    return loop_.vectors * E * size;
+  }
+  __device__ __forceinline__ int stage_bytes() const { return R * bytes_ahead(kOperands); }
 
   __device__ __forceinline__ void issue(int s, int64_t group) {
     if (group >= loop_.groups) return;
     const int n = count_of(group);
-    barrier_expect(bars_ + s, n * bytes_ahead(kOperands));
+    int bytes = 0;
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) bytes += operands_[k].base != nullptr ? n * row_bytes(k) : 0;
+    barrier_expect(bars_ + s, bytes);
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) {
       const Operand& o = operands_[k];
-      if (o.bytes == 0) continue;
-      char* const to = ring_ + s * R * bytes_ahead(kOperands) + R * bytes_ahead(k);
+      if (o.base == nullptr) continue;
+      char* const to = ring_ + s * stage_bytes() + R * bytes_ahead(k);
       const char* const from = o.base + group * R * o.distance;
-      if (R > 1 && o.distance == o.bytes) {
-        bulk_copy(to, from, n * o.bytes, bars_ + s);
+      if (R > 1 && o.distance == row_bytes(k)) {
+        bulk_copy(to, from, n * row_bytes(k), bars_ + s);
         continue;
       }
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if (r < n) bulk_copy(to + r * o.bytes, from + r * o.distance, o.bytes, bars_ + s);
+        if (r < n) bulk_copy(to + r * row_bytes(k), from + r * o.distance, row_bytes(k), bars_ + s);
       }
     }
   }

@@ -50,41 +50,44 @@ cudaError_t RowKernels<X, Y>::forward(const Forward& a, const Problem& p) {
 template <typename X, typename Y>
 cudaError_t RowKernels<X, Y>::backward(const Backward& a, const Problem& p, const Plan& plan, const Device& d) {
   const BackwardChoice& c = *plan.choice;
-#define ADALN_TRY(V, R, KEEP, THREADS, BLOCKS, RESIDUAL, TOKEN, SUMS)                                               \
-  if (c.vectors == V && c.rows == R && c.keep == KEEP && c.threads == THREADS && c.blocks_per_sm == BLOCKS &&       \
-      a.residual() == RESIDUAL && p.per_token == TOKEN && (TOKEN || a.dtile != SUMS)) {                             \
-    return launch_backward<&backward_rows<X, Y, V, R, KEEP, RESIDUAL, TOKEN, SUMS, THREADS, BLOCKS>>(a, p, plan, E, \
-                                                                                                     d);            \
+#define ADALN_TRY(V, R, KEEP, THREADS, RESIDENT, RESIDUAL, TOKEN, SUMS)                                               \
+  if (c.vectors == V && c.rows == R && c.keep == KEEP && c.threads == THREADS && c.resident == RESIDENT &&            \
+      a.residual() == RESIDUAL && p.per_token == TOKEN && (TOKEN || a.dtile != SUMS)) {                               \
+    return launch_backward<&backward_rows<X, Y, V, R, KEEP, RESIDUAL, TOKEN, SUMS, THREADS, RESIDENT>>(a, p, plan, E, \
+                                                                                                       d);            \
   }
-#define ADALN_PLAIN(V, R, KEEP, THREADS, BLOCKS)             \
-  ADALN_TRY(V, R, KEEP, THREADS, BLOCKS, false, false, true) \
-  ADALN_TRY(V, R, KEEP, THREADS, BLOCKS, false, false, false)
-#define ADALN_RESIDUAL(V, THREADS, BLOCKS)                   \
-  ADALN_TRY(V, 1, false, THREADS, BLOCKS, true, false, true) \
-  ADALN_TRY(V, 1, false, THREADS, BLOCKS, true, true, false)
-#define ADALN_TOKEN(V, THREADS, BLOCKS) ADALN_TRY(V, 1, false, THREADS, BLOCKS, false, true, false)
-  ADALN_PLAIN(2, 1, true, 256, 2)
+#define ADALN_PLAIN(V, R, KEEP, THREADS, RESIDENT)             \
+  ADALN_TRY(V, R, KEEP, THREADS, RESIDENT, false, false, true) \
+  ADALN_TRY(V, R, KEEP, THREADS, RESIDENT, false, false, false)
+#define ADALN_RESIDUAL(V, THREADS, RESIDENT)                   \
+  ADALN_TRY(V, 1, false, THREADS, RESIDENT, true, false, true) \
+  ADALN_TRY(V, 1, false, THREADS, RESIDENT, true, true, false)
+#define ADALN_TOKEN(V, THREADS, RESIDENT) ADALN_TRY(V, 1, false, THREADS, RESIDENT, false, true, false)
   ADALN_PLAIN(8, 1, false, 256, 1)
   ADALN_TOKEN(4, 256, 1)
   if constexpr (E == 8) {
     ADALN_PLAIN(2, 2, true, 128, 4)
+    ADALN_PLAIN(2, 1, true, 256, 2)
+    ADALN_PLAIN(2, 2, false, 320, 1)
     ADALN_PLAIN(3, 2, false, 256, 1)
     ADALN_PLAIN(4, 1, false, 256, 1)
     ADALN_TOKEN(2, 128, 4)
     ADALN_TOKEN(2, 256, 2)
-    ADALN_TOKEN(3, 256, 1)
+    ADALN_TOKEN(3, 256, 2)
   } else {
-    ADALN_PLAIN(4, 1, true, 256, 1)
-    ADALN_PLAIN(4, 2, false, 320, 1)
-    ADALN_TOKEN(3, 128, 3)
-    ADALN_TOKEN(4, 320, 1)
+    ADALN_PLAIN(2, 1, true, 256, 4)
+    ADALN_PLAIN(3, 1, false, 256, 4)
+    ADALN_PLAIN(4, 1, false, 320, 2)
+    ADALN_TOKEN(3, 128, 4)
+    ADALN_TOKEN(4, 320, 2)
     ADALN_TOKEN(4, 512, 1)
   }
   if constexpr (sizeof(Y) <= sizeof(X)) {
-    ADALN_RESIDUAL(2, 192, 2)
+    ADALN_RESIDUAL(2, 256, 2)
     ADALN_RESIDUAL(4, 256, 1)
     if constexpr (E == 8) {
-      ADALN_RESIDUAL(1, 256, 2)
+      ADALN_RESIDUAL(2, 128, 4)
+      ADALN_RESIDUAL(3, 256, 1)
     } else {
       ADALN_RESIDUAL(4, 320, 1)
       ADALN_RESIDUAL(4, 512, 1)

@@ -11,34 +11,35 @@ constexpr ForwardChoice kForward16[] = {
     {192, 3, 2, 64}, {480, 5, 1, 96}, {640, 5, 1, 128}, {1280, 5, 1, 256}, {4096, 8, 1, 512}};
 constexpr ForwardChoice kForward32[] = {{384, 3, 1, 128}, {768, 4, 1, 192}, {1280, 4, 1, 320}, {4096, 8, 1, 512}};
 
-// Columns: row_vectors, vectors, rows, keep, threads, blocks_per_sm, stages, cluster. The first line that is wide
-// enough and whose ring fits the device's shared memory counts.
-constexpr BackwardChoice kBackward16[] = {{192, 2, 2, true, 128, 4, 2, 2},  {256, 2, 2, true, 128, 4, 2, 2},
-                                          {384, 2, 1, true, 256, 2, 2, 2},  {512, 2, 1, true, 256, 2, 2, 2},
-                                          {768, 3, 2, false, 256, 1, 3, 1}, {1024, 4, 1, false, 256, 1, 2, 1},
-                                          {2048, 8, 1, false, 256, 1, 2, 1}};
-constexpr BackwardChoice kBackward32[] = {{384, 2, 1, true, 256, 2, 2, 2},
-                                          {1024, 4, 1, true, 256, 1, 3, 1},
-                                          {1280, 4, 2, false, 320, 1, 2, 1},
-                                          {2048, 8, 1, false, 256, 1, 2, 1}};
+// Columns: row_vectors, vectors, rows, keep, threads, resident, blocks_per_sm, stages, cluster. The first line that is
+// wide enough and whose ring fits the device's shared memory counts.
+constexpr BackwardChoice kBackward16[] = {{192, 2, 2, true, 128, 4, 4, 2, 2},   {256, 2, 2, true, 128, 4, 4, 2, 2},
+                                          {384, 2, 1, true, 256, 2, 2, 3, 2},   {512, 2, 1, true, 256, 2, 2, 3, 2},
+                                          {640, 2, 2, false, 320, 1, 1, 3, 1},  {768, 3, 2, false, 256, 1, 1, 3, 1},
+                                          {1024, 4, 1, false, 256, 1, 1, 2, 1}, {2048, 8, 1, false, 256, 1, 1, 2, 1}};
+constexpr BackwardChoice kBackward32[] = {{384, 2, 1, true, 256, 4, 3, 2, 2},
+                                          {768, 3, 1, false, 256, 4, 2, 4, 2},
+                                          {1280, 4, 1, false, 320, 2, 2, 2, 2},
+                                          {2048, 8, 1, false, 256, 1, 1, 2, 1}};
 // With a residual, whose other operands are read after the barrier.
-constexpr BackwardChoice kResidual16[] = {{192, 1, 1, false, 256, 2, 3, 2},
-                                          {256, 1, 1, false, 256, 2, 3, 2},
-                                          {384, 2, 1, false, 192, 2, 2, 2},
-                                          {1024, 4, 1, false, 256, 1, 3, 1}};
-constexpr BackwardChoice kResidual32[] = {{384, 2, 1, false, 192, 2, 2, 2},
-                                          {1024, 4, 1, false, 256, 1, 2, 1},
-                                          {1280, 4, 1, false, 320, 1, 2, 1},
-                                          {2048, 4, 1, false, 512, 1, 2, 1}};
+constexpr BackwardChoice kResidual16[] = {{192, 2, 1, false, 128, 4, 4, 2, 2},
+                                          {256, 2, 1, false, 128, 4, 4, 2, 2},
+                                          {384, 2, 1, false, 256, 2, 2, 2, 2},
+                                          {768, 3, 1, false, 256, 1, 1, 3, 1},
+                                          {1024, 4, 1, false, 256, 1, 1, 2, 1}};
+constexpr BackwardChoice kResidual32[] = {{384, 2, 1, false, 256, 2, 2, 2, 2},
+                                          {1024, 4, 1, false, 256, 1, 1, 2, 1},
+                                          {1280, 4, 1, false, 320, 1, 1, 2, 1},
+                                          {2048, 4, 1, false, 512, 1, 1, 2, 1}};
 // With modulations per token: a row of them at a time, and no sums over rows.
-constexpr BackwardChoice kPerToken16[] = {{192, 2, 1, false, 128, 4, 3, 1},
-                                          {384, 2, 1, false, 256, 2, 2, 1},
-                                          {768, 3, 1, false, 256, 1, 3, 1},
-                                          {1024, 4, 1, false, 256, 1, 2, 1}};
-constexpr BackwardChoice kPerToken32[] = {{384, 3, 1, false, 128, 3, 2, 1},
-                                          {1024, 4, 1, false, 256, 1, 2, 1},
-                                          {1280, 4, 1, false, 320, 1, 2, 1},
-                                          {2048, 4, 1, false, 512, 1, 2, 1}};
+constexpr BackwardChoice kPerToken16[] = {{192, 2, 1, false, 128, 4, 3, 3, 1},
+                                          {384, 2, 1, false, 256, 2, 2, 3, 1},
+                                          {768, 3, 1, false, 256, 2, 1, 3, 1},
+                                          {1024, 4, 1, false, 256, 1, 1, 2, 1}};
+constexpr BackwardChoice kPerToken32[] = {{384, 3, 1, false, 128, 4, 3, 2, 1},
+                                          {1024, 4, 1, false, 256, 1, 1, 2, 1},
+                                          {1280, 4, 1, false, 320, 2, 1, 2, 1},
+                                          {2048, 4, 1, false, 512, 1, 1, 2, 1}};
 
 template <int N>
 const ForwardChoice* choose(const ForwardChoice (&table)[N], int row_vectors) {

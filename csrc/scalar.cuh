@@ -132,21 +132,18 @@ __global__ void __launch_bounds__(kScalarThreads)
 }
 
 // Sums partial [B, partials, sums, D] over the partials in a fixed order, into the first `wanted` gradients [B, D].
-// A thread owns `Floats` features.
-constexpr int kFinishWarps = 16;
-
+// A thread owns `Floats` features and every Warps-th partial.
 struct Gradients {
   Gradient of[3];  // in the order of `Sum`
 };
 
-template <int Floats>
-__global__ void __launch_bounds__(32 * kFinishWarps)
-    finish_gradients(const float* partial, int partials, int sums, int wanted, int dim, int tiles,
-                     const Gradients gradients) {
+template <int Floats, int Warps>
+__global__ void __launch_bounds__(32 * Warps) finish_gradients(const float* partial, int partials, int sums, int wanted,
+                                                               int dim, int tiles, const Gradients gradients) {
   struct alignas(4 * Floats) Part {
     float of[Floats];
   };
-  __shared__ Part by_warp[kFinishWarps][32];
+  __shared__ Part by_warp[Warps][32];
 #if ADALN_BULK
   wait_for_prerequisite();
 #endif
@@ -158,7 +155,7 @@ __global__ void __launch_bounds__(32 * kFinishWarps)
   if (column < columns) {
     const float* const in = partial + sample * partials * stride + column;
 #pragma unroll 8
-    for (int b = warp; b < partials; b += kFinishWarps) {
+    for (int b = warp; b < partials; b += Warps) {
       const Part part = *reinterpret_cast<const Part*>(in + static_cast<int64_t>(b) * stride);
 #pragma unroll
       for (int i = 0; i < Floats; ++i) sum.of[i] += part.of[i];
@@ -168,7 +165,7 @@ __global__ void __launch_bounds__(32 * kFinishWarps)
   __syncthreads();
   if (warp != 0 || column >= columns) return;
 #pragma unroll
-  for (int w = 1; w < kFinishWarps; ++w) {
+  for (int w = 1; w < Warps; ++w) {
     const Part part = by_warp[w][threadIdx.x];
 #pragma unroll
     for (int i = 0; i < Floats; ++i) sum.of[i] += part.of[i];
