@@ -17,12 +17,13 @@ import json
 import re
 import zipfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from repro.records import files
 
@@ -113,6 +115,18 @@ def read(folder: Path) -> Metadata:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{NAME} is malformed ({type(error).__name__}: {error})") from error
     return Metadata(about, storage_data=storage)
+
+
+class Writer(_FileSystemWriter):
+    """Writes the index too, once all ranks have written, on the rank that coordinates.
+
+    Not `dcp.FileSystemWriter`, which copies the state to host memory in a way of its own.
+    """
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        storage = {r.index: r.storage_data for of_rank in results for r in of_rank}
+        write(Path(self.path), replace(metadata, storage_data=storage))
 
 
 class Reader(dcp.FileSystemReader):

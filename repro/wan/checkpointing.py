@@ -113,7 +113,8 @@ class Checkpoints:
             **_random_state(self.world.rank),
         }
         self._name = name
-        self._saving = cast("Future[Any]", dcp.async_save(state, checkpoint_id=partial, process_group=self._group))
+        writer = checkpoint_index.Writer(partial)
+        self._saving = cast("Future[Any]", dcp.async_save(state, storage_writer=writer, process_group=self._group))
         if self.world.is_first:
             self._committed.clear()
             self._saving.add_done_callback(lambda done: self._commit(done, partial, name))
@@ -121,7 +122,7 @@ class Checkpoints:
     def _commit(self, done: Future[Any], partial: Path, name: str) -> None:
         """On the first rank, once all have written: make it visible, then the newest, then remove old ones."""
         try:
-            checkpoint_index.write(partial, done.result())
+            done.result()
             final = self.folder / name
             if final.exists():  # written before a return to an older one
                 self._remove(final)
