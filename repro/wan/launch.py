@@ -166,7 +166,7 @@ def ranks(count: int, device: str) -> Ranks:
 
 def patience(seconds: float) -> float:
     """Seconds after which ranks that were to take `seconds` are given up: they hang, and other cases wait."""
-    return 60 + 3 * seconds
+    return 100 + 3 * seconds
 
 
 def ready(_world: object) -> bool:
