@@ -126,23 +126,31 @@ def _facts(answer: dict[str, Any]) -> list[Measurement]:
     return found
 
 
+def _collectives(table: pd.DataFrame) -> pd.DataFrame:
+    return table[(table["metric"] == "bus_bandwidth") & table["operation"].isin(COLLECTIVES)]
+
+
 def _draw_device(device: str, table: pd.DataFrame) -> list[Figure]:
     from repro.report import style
 
-    speeds = table[table["metric"] == "bus_bandwidth"]
+    speeds = _collectives(table)
     between = table[table["metric"].str.startswith("bandwidth_")]
     if speeds.empty:
         return []
     figure, (axes,) = style.subplots(1, 1 if between.empty else 2, 2.6)
-    for operation in COLLECTIVES:
+    for operation, color, marker in zip(COLLECTIVES, (style.BLUE, style.ORANGE, style.GREEN), "osD", strict=True):
         own = speeds[speeds["operation"] == operation]
         if len(own):
+            look: Any = {"color": color, "marker": marker, "markerfacecolor": color}
             ends: Any = {"low": own["ci_low"], "high": own["ci_high"]}
-            style.series(axes[0], own["bytes"].astype(int) / 2**20, own["value"], operation, **ends)
+            style.series(axes[0], own["bytes"].astype(int), own["value"], operation, **ends, **look)
     axes[0].set_xscale("log", base=2)
+    sizes = sorted({int(n) for n in speeds["bytes"]})
+    axes[0].set_xticks(sizes, [f"{n >> 20} MiB" if n >> 20 else f"{n >> 10} KiB" for n in sizes], rotation=30)
+    axes[0].minorticks_off()
     axes[0].set_yscale("log")
     style.log_ticks(axes[0].yaxis)
-    axes[0].set(xlabel="message, MiB", ylabel="bus bandwidth, GB/s", title="collectives")
+    axes[0].set(xlabel="message", ylabel="bus bandwidth, GB/s", title="collectives")
     if len(between):
         _draw_pairs(axes[1], between)
     style.legend(figure, ["measured"], axes=[axes[0]])
@@ -183,7 +191,7 @@ def _draw_devices(own: pd.DataFrame) -> list[Figure]:
 
     from repro.report import devices
 
-    speeds = own[own["metric"] == "bus_bandwidth"]
+    speeds = _collectives(own)
     if not devices.several(speeds):
         return []
     largest = speeds.loc[speeds.astype({"bytes": int}).groupby(["device", "operation"])["bytes"].idxmax()]
