@@ -182,7 +182,10 @@ class Epoch:
             found.append(steps("peak_memory", "GB", lambda i: peak_TR[i].mean() / 1e9))
             if device_bytes:
                 found.append(steps("device_use", "fraction", lambda i: peak_TR[i].mean() / device_bytes))
-        found += [exact(f"{SOLO}{b}x{n}", "ms", 1e3 * t) for (b, n), t in sorted(self.times.times.items())]
+        found += [
+            measured(f"{SOLO}{b}x{corpus.tokens[k]}", "ms", median_interval(1e3 * np.array(passes), seed))
+            for (k, b), passes in zip(self.solo, self.answer["passes"], strict=True)
+        ]
         for name, seconds in (("step", wall), ("replay", self.predicted), ("work", work)):
             found += [exact(f"{name}_at_{t}", "ms", 1e3 * float(x)) for t, x in enumerate(seconds)]
         return found
