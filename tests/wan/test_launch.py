@@ -54,3 +54,15 @@ def test_ranks_are_shared_until_others_are_wanted_and_end_when_idle(monkeypatch)
     children = list(second._children)
     second.ask(f"{HERE}:total", {"start": 0.0})
     assert [child.wait(timeout=60) for child in children] == [-9, -9]
+
+
+def test_ranks_that_are_about_to_be_asked_do_not_end(monkeypatch):
+    monkeypatch.setattr(launch, "IDLE_SECONDS", 600.0)
+    ranks = launch.ranks(1, "cpu")
+    ranks.ask(f"{HERE}:total", {"start": 0.0})
+    idle = ranks._timer
+    assert not idle.finished.is_set()
+    assert launch.ranks(1, "cpu") is ranks and idle.finished.is_set(), "what prepares a request may take its time"
+    ranks.close()
+    assert launch.ranks(1, "cpu") is not ranks
+    launch.ranks(1, "cpu").close()

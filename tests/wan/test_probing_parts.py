@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from repro.wan import probing_parts
+from repro.adaln import build
+from repro.wan import probing, probing_parts
 from repro.wan.config import WanConfig
 from repro.wan.model import WanModel
 
@@ -74,3 +78,30 @@ def test_marks_see_every_call_and_change_nothing(adaln, recomputed):
 )
 def test_kernels_are_told_apart_by_name(kernel, what):
     assert next((n for n, pattern in probing_parts.CLASSES if pattern.search(kernel)), None) == what
+
+
+def test_without_a_profiler_a_step_s_kernels_are_unknown_and_nothing_fails(monkeypatch):
+    ran = []
+
+    def profile(**_):
+        raise RuntimeError("CUPTI is not there")
+
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    assert probing_parts._kernels(lambda: ran.append(1)) == {}
+
+    def full():
+        raise torch.OutOfMemoryError("20 GiB")
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: contextlib.nullcontext())
+    with pytest.raises(torch.OutOfMemoryError):
+        probing_parts._kernels(full)
+
+
+def test_a_fallback_is_never_timed_as_the_fused_op(monkeypatch):
+    world = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(build, "ensure_loaded", lambda: False)
+    monkeypatch.setattr(build, "failure", lambda: "no compiler")
+    with pytest.raises(build.BuildError, match="no compiler"):
+        probing.require_kernels("fused", world)
+    probing.require_kernels("eager", world)
+    probing.require_kernels("fused", SimpleNamespace(device=torch.device("cpu")))
