@@ -77,6 +77,7 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         at = found.get((model, form, metric))
         return "unknown" if at is None else f"{cast(float, at.value):.4g}"
 
+    swept = whole.behind(rows, "wan-14b", str(row.source))
     note = (
         "mean absolute error with whole lengths held out. "
         + "; ".join(
@@ -86,7 +87,7 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         )
         + f". M_mem of 14B: {text('wan-14b', 'power', 'm_mem')} tokens, from measured peaks ({RANKS} ranks, full "
         f"sharding, {MARGIN:.0%} of the device left alone); M_comp from the longest bucket; "
-        f"{whole.told(rows, 'wan-14b', str(row.source))}"
+        f"{'one GPU, no communication' if swept is None else whole.told(rows, 'wan-14b', str(row.source))}"
     )
     value, low, high = (float(cast(float, x)) for x in (row.value, row.ci_low, row.ci_high))
     return [Evidence("B6", value, low, high, cast(Kind, row.kind), note=note)]

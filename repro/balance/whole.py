@@ -68,11 +68,17 @@ def find(rows: pd.DataFrame, model: str) -> WholeModel | None:
     return WholeModel(adaln, int(own["ranks"].iloc[0]), cells.sort_values(["tokens", "batch"]))
 
 
-def told(rows: pd.DataFrame, model: str, source: str) -> str:
-    """For notes: on which step times of `model` a row stands. source: the row's."""
-    layers = MODELS[model].layers
+def behind(rows: pd.DataFrame, model: str, source: str) -> WholeModel | None:
+    """The whole model's sweep if a row stands on it, whose `source` this is; a row may be older than the sweep."""
     found = find(rows, model)
-    if found is None or not set(found.source.split()) & set(source.split()):
+    return found if found is not None and set(found.source.split()) & set(source.split()) else None
+
+
+def told(rows: pd.DataFrame, model: str, source: str) -> str:
+    """For notes: on which step times of `model` a row stands, at full depth. source: the row's."""
+    layers = MODELS[model].layers
+    found = behind(rows, model, source)
+    if found is None:
         return f"step times of measured blocks, scaled to {layers}"
     gpus = f"{found.ranks} GPU{'s' if found.ranks > 1 else ''}"
     return f"step times of all {layers} blocks, measured under the trainer on {gpus}"
