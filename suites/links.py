@@ -42,12 +42,10 @@ _UNITS = {"nvlink_speed": "GB/s"}
 
 def cases(profile: Profile, machine: Machine) -> list[Case]:
     """Facts, then every pair, then each collective from small to large; one GPU is linked to none."""
-    if profile == "smoke":
-        ranks, sizes, pair_size, seconds = max(2, machine.gpu_count), SMOKE_SIZES, SMOKE_PAIR_SIZE, 0.3
-    elif machine.gpu_count > 1:
-        ranks, sizes, pair_size, seconds = machine.gpu_count, SIZES, PAIR_SIZE, 1.0
-    else:
-        return []
+    if machine.gpu_count == 1 or (profile == "full" and not machine.has_gpu):
+        return []  # between processes of one machine there are no links to speak of
+    ranks = machine.gpu_count or 2
+    sizes, pair_size, seconds = (SIZES, PAIR_SIZE, 1.0) if profile == "full" else (SMOKE_SIZES, SMOKE_PAIR_SIZE, 0.3)
     backend = "nccl" if machine.has_gpu else "gloo"
     cells = [("facts", 0)] if machine.has_gpu else []
     cells += [("send_recv", pair_size), *((operation, size) for operation in COLLECTIVES for size in sizes)]

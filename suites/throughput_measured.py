@@ -82,7 +82,7 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
     where nobody waits, every policy once and every AdaLN once.
     """
     if profile == "smoke":
-        ranks = max(2, machine.gpu_count)
+        ranks = machine.gpu_count if machine.has_gpu else 2
         start = Setting("equal_token", "fused", ranks, "tiny", "tiny", token_budget=TINY_BUDGET, m_mem=TINY_BUDGET)
         return [_case(replace(start, policy=p), 1, 3.0) for p in (CALIBRATION, *POLICIES)]
     if not machine.has_gpu:

@@ -52,9 +52,10 @@ UNITS = {name: metrics.UNITS.get(name, "fraction") for name in
 def cases(profile: Profile, machine: Machine) -> list[Case]:
     """The measured number of ranks, to hold against what was measured, and those that the paper speaks of beyond it."""
     if profile == "smoke":
-        measured = max(2, machine.gpu_count)
         (first, *_) = throughput_measured.cases(profile, machine)
-        start = replace(Setting.of(first.key), ranks=2 * measured)
+        start = Setting.of(first.key)
+        measured = start.ranks
+        start = replace(start, ranks=2 * measured)
         settings = [replace(start, policy=p, adaln="fused") for p in POLICIES]
         return [_case(s, int(first.key["layers"]), measured) for s in settings]
     if machine.gpu_count < 2:

@@ -60,13 +60,13 @@ def table(machine, device="nvidia-test-x8"):
 
 def test_contract():
     assert load("links") is links
-    for profile, machine in (("full", gpus(8)), ("full", gpus(2)), ("smoke", CPU), ("smoke", gpus(1))):
+    for profile, machine in (("full", gpus(8)), ("full", gpus(2)), ("smoke", CPU), ("smoke", gpus(4))):
         found = links.cases(profile, machine)
         assert found and all(tuple(c.key) == links.PARAMETERS for c in found)
         assert len({tuple(c.key.values()) for c in found}) == len(found)
         assert {c.key["ranks"] for c in found} == {max(2, machine.gpu_count)}
         assert {c.key["backend"] for c in found} == {"nccl" if machine.has_gpu else "gloo"}
-    assert links.cases("full", gpus(1)) == links.cases("full", CPU) == []
+    assert links.cases("full", gpus(1)) == links.cases("smoke", gpus(1)) == links.cases("full", CPU) == []
     assert sum(c.seconds for c in links.cases("full", gpus(8))) < 60
 
 

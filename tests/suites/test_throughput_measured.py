@@ -109,6 +109,8 @@ def test_contract():
     assert len(grid) == 3 * 3 * 2 * 2
     assert len(on_mix(2, assumptions.WORST_CORPUS)) == 3 and on_mix(1, assumptions.WORST_CORPUS) == []
     assert {c.key["ranks"] for c in throughput_measured.cases("full", gpus(1))} == {1}
+    for count in (1, 2):
+        assert {c.key["ranks"] for c in throughput_measured.cases("smoke", gpus(count))} == {count}, "a GPU each"
 
 
 def test_what_is_asked_of_two_gpus_is_decided_by_the_cases_of_four_minutes():
