@@ -11,7 +11,7 @@ from matplotlib.text import Text
 
 from repro import suite as registry
 from repro.measure.machine import Machine
-from repro.records import Store
+from repro.records import Store, files
 from repro.report import devices, draw, style
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,13 +133,22 @@ def test_several_processes_draw_the_same_bytes_in_the_same_order(tmp_path, monke
         assert (tmp_path / "there" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_suite_that_fails_elsewhere_is_one_line(tmp_path, monkeypatch) -> None:
+def test_a_suite_that_fails_elsewhere_is_one_line_and_a_folder_that_cannot_be_written_ends_it(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(draw, "_MANY", 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
     suites = {name: registry.load(name) for name in ("graph_nodes", "activation_memory")}
-    (tmp_path / "file").write_text("no folder")
-    drawn, errors = draw.draw_all(Store(ROOT / "results"), suites, tmp_path / "file")
+    device = tmp_path / "results" / "nvidia-h200"
+    device.mkdir(parents=True)
+    for name in suites:
+        text = (ROOT / "results" / "nvidia-h200" / f"{name}.csv").read_text()
+        (device / f"{name}.csv").write_text(text.replace(",impl,", ",was_impl,", 1))
+    drawn, errors = draw.draw_all(Store(tmp_path / "results"), suites, tmp_path / "figures")
     assert drawn == [] and [e.split(":")[0] for e in errors] == ["graph_nodes", "activation_memory"]
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(files.WriteError, match="could not be written"):
+        draw.draw_all(Store(ROOT / "results"), suites, tmp_path / "file")
 
 
 def test_every_recorded_device_has_figures_and_a_place_in_the_comparison() -> None:
