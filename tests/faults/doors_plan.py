@@ -164,7 +164,7 @@ ARGUMENTS = [
     options(COMMAND, "empty", "no step times of ''", "wan-uniform", "--device", ""),
     options(COMMAND, "wrong type", "--ranks", "wan-uniform", "--ranks", "many"),
     options(COMMAND, "wrong type", "--ranks", "wan-uniform", "--ranks", "1.5"),
-    options(COMMAND, "wrong type", "No such option: --rank", "wan-uniform", "--rank", "8"),
+    options(COMMAND, "wrong type", "No such option:? '?--rank", "wan-uniform", "--rank", "8"),
     options(COMMAND, "wrong type", "--repeat must be SOURCE=NUMBER", "clips.csv", "--repeat", "a=b"),
     options(COMMAND, "NaN", "--memory-gb", "wan-uniform", "--memory-gb", "nan"),
     options(COMMAND, "NaN", "--bandwidth", "wan-uniform", "--bandwidth", "nan"),
