@@ -131,6 +131,8 @@ class Trainer:
                 self.checkpoints.wait(alone=True)
             raise
         self.checkpoints.wait()
+        if self._unlogged is not None:
+            raise self._unlogged
         return stopped
 
     def _loop(self, log: StepLog | None, stop: Callable[[], bool]) -> bool:
@@ -153,8 +155,6 @@ class Trainer:
             if result.stop:
                 stopped = self.step < self.length.steps
                 break
-        if self._unlogged is not None:
-            raise self._unlogged
         return stopped
 
     def _log(self, log: StepLog, logged: LoggedStep) -> None:
