@@ -15,7 +15,7 @@ from repro.records import Store
 from tests.plan.recorded import MEMORY_BYTES, milliseconds, write
 
 
-def setup_of(ranks: int = 16, **given: object) -> Setup:
+def asked(ranks: int = 16, **given: object) -> Setup:
     defaults: dict[str, object] = {"device": "nvidia-h200", "memory_bytes": float(MEMORY_BYTES), "ranks": ranks}
     return Setup(model=plan_setup.known_model("wan-14b"), **{**defaults, **given})  # type: ignore[arg-type]
 
@@ -27,12 +27,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(scope="module")
 def costs(store: Store) -> Costs:
-    return plan_setup.read_costs(store, setup_of())[0]
+    return plan_setup.read_costs(store, asked())[0]
 
 
 @pytest.fixture(scope="module")
 def plan(costs: Costs) -> planner.Plan:
-    return planner.make(setup_of(), costs, mixes.named("wan-uniform", 30_000), 58_896)
+    return planner.make(asked(), costs, mixes.named("wan-uniform", 30_000), 58_896)
 
 
 def test_costs_are_those_of_the_rows_at_full_depth(costs: Costs) -> None:
@@ -46,43 +46,43 @@ def test_costs_are_those_of_the_rows_at_full_depth(costs: Costs) -> None:
 
 
 def test_memory_decides_unless_told_otherwise(store: Store) -> None:
-    costs, memory = plan_setup.read_costs(store, setup_of())
-    few, notes_few = plan_setup.token_limit(setup_of(ranks=4), costs, memory)
-    many, _ = plan_setup.token_limit(setup_of(ranks=8), costs, memory)
+    costs, memory = plan_setup.read_costs(store, asked())
+    few, notes_few = plan_setup.token_limit(asked(ranks=4), costs, memory)
+    many, _ = plan_setup.token_limit(asked(ranks=8), costs, memory)
     assert few < many <= costs.quadratic.range.micro_batch_tokens
     assert notes_few == []
-    assert plan_setup.token_limit(setup_of(m_mem=50_000), costs, memory) == (50_000, [])
+    assert plan_setup.token_limit(asked(m_mem=50_000), costs, memory) == (50_000, [])
 
 
 def test_what_was_not_measured_is_refused_unless_asked_for(store: Store) -> None:
-    costs, memory = plan_setup.read_costs(store, setup_of())
-    roomy = setup_of(ranks=64)
+    costs, memory = plan_setup.read_costs(store, asked())
+    roomy = asked(ranks=64)
     limit, notes = plan_setup.token_limit(roomy, costs, memory)
     assert limit == costs.quadratic.range.micro_batch_tokens
     assert "--extrapolate" in notes[0]
-    beyond, none = plan_setup.token_limit(setup_of(ranks=64, extrapolate=True), costs, memory)
+    beyond, none = plan_setup.token_limit(asked(ranks=64, extrapolate=True), costs, memory)
     assert beyond > limit and none == []
     with pytest.raises(PlanError, match=r"400,000 tokens is beyond the largest micro-batch measured"):
-        plan_setup.token_limit(setup_of(m_mem=400_000), costs, memory)
-    assert plan_setup.token_limit(setup_of(m_mem=400_000, extrapolate=True), costs, memory)[0] == 400_000
+        plan_setup.token_limit(asked(m_mem=400_000), costs, memory)
+    assert plan_setup.token_limit(asked(m_mem=400_000, extrapolate=True), costs, memory)[0] == 400_000
 
 
 def test_a_model_that_does_not_fit_and_unmeasured_memory(store: Store, tmp_path: Path) -> None:
-    costs, memory = plan_setup.read_costs(store, setup_of())
+    costs, memory = plan_setup.read_costs(store, asked())
     with pytest.raises(PlanError, match="use more ranks"):
-        plan_setup.token_limit(setup_of(ranks=1), costs, memory)
+        plan_setup.token_limit(asked(ranks=1), costs, memory)
     bare = Store(write(tmp_path / "results", memory=False))
-    costs, memory = plan_setup.read_costs(bare, setup_of())
+    costs, memory = plan_setup.read_costs(bare, asked())
     assert memory is None
     with pytest.raises(PlanError, match="give --m-mem"):
-        plan_setup.token_limit(setup_of(), costs, memory)
+        plan_setup.token_limit(asked(), costs, memory)
 
 
 def test_rows_of_another_model_or_adaln_are_not_borrowed(store: Store) -> None:
     with pytest.raises(PlanError, match=r"wan-1\.3b"):
         plan_setup.read_costs(store, Setup(plan_setup.known_model("wan-1.3b"), "nvidia-h200", 1e11, 8))
     with pytest.raises(PlanError, match="fused"):
-        plan_setup.read_costs(store, setup_of(adaln="fused"))
+        plan_setup.read_costs(store, asked(adaln="fused"))
     with pytest.raises(PlanError, match="measured: nvidia-h200"):
         plan_setup.require_measured(store, "nvidia-h100")
     assert plan_setup.recorded_memory(store, "nvidia-h200") == MEMORY_BYTES
@@ -105,7 +105,7 @@ def test_pinned_names_what_pins(costs: Costs) -> None:
     shapes = (Shape(33, 480, 832), Shape(449, 192, 336), Shape(49, 720, 1280))
     tokens = np.array([Tokenizer().tokens(s) for s in shapes])
     corpus = Corpus("three", "test", shapes, tokens, np.repeat(np.arange(3, dtype=np.int32), 50))
-    plan = planner.make(setup_of(ranks=2), costs, corpus, 58_896)
+    plan = planner.make(asked(ranks=2), costs, corpus, 58_896)
     assert plan.pinned == ["", "compute", "memory"]
     assert plan.buckets["dual_constraint"].batch.tolist()[1:] == [1, 1]
     assert plan.buckets["equal_token"].batch[1] == 2
@@ -128,26 +128,26 @@ def test_a_worse_cost_model_widens_the_interval(tmp_path: Path) -> None:
     widths = []
     for noise in (0.01, 0.2):
         noisy = Store(write(tmp_path / f"{noise}" / "results", noise=noise))
-        costs, _ = plan_setup.read_costs(noisy, setup_of())
-        gains = planner.make(setup_of(), costs, mixes.named("wan-uniform", 20_000), 58_896).gains
+        costs, _ = plan_setup.read_costs(noisy, asked())
+        gains = planner.make(asked(), costs, mixes.named("wan-uniform", 20_000), 58_896).gains
         balanced = next(g for g in gains if g.policy == "balanced")
         widths.append(balanced.high - balanced.low)
     assert widths[1] > 3 * widths[0]
 
 
 def test_the_same_plan_again(costs: Costs, plan: planner.Plan) -> None:
-    again = planner.make(setup_of(), costs, mixes.named("wan-uniform", 30_000), 58_896)
+    again = planner.make(asked(), costs, mixes.named("wan-uniform", 30_000), 58_896)
     assert again.gains == plan.gains
 
 
 def test_a_smaller_baseline_makes_the_freed_memory_part_of_the_gain(costs: Costs, plan: planner.Plan) -> None:
-    smaller = planner.make(setup_of(token_budget=48_000), costs, mixes.named("wan-uniform", 30_000), 58_896)
+    smaller = planner.make(asked(token_budget=48_000), costs, mixes.named("wan-uniform", 30_000), 58_896)
     assert smaller.buckets["equal_token"].batch.tolist() == np.maximum(1, 48_000 // plan.corpus.tokens).tolist()
     assert smaller.buckets["dual_constraint"].batch.tolist() == plan.buckets["dual_constraint"].batch.tolist()
     full, freed = (next(g.gain for g in p.gains if g.policy == "dual_constraint") for p in (plan, smaller))
     assert freed > full + 0.02
     with pytest.raises(PlanError, match="token budget must be 1 to M_mem = 58,896"):
-        planner.make(setup_of(token_budget=60_000), costs, mixes.named("wan-uniform", 1_000), 58_896)
+        planner.make(asked(token_budget=60_000), costs, mixes.named("wan-uniform", 1_000), 58_896)
 
 
 def test_empty_buckets_do_not_count(costs: Costs) -> None:
@@ -155,7 +155,7 @@ def test_empty_buckets_do_not_count(costs: Costs) -> None:
     emptied = Corpus(
         "holes", "test", corpus.shapes, corpus.tokens, corpus.bucket_of[np.isin(corpus.bucket_of, (0, 2, 6))]
     )
-    plan = planner.make(setup_of(), costs, emptied, 58_896)
+    plan = planner.make(asked(), costs, emptied, 58_896)
     assert plan.corpus.shapes == tuple(corpus.shapes[k] for k in (0, 2, 6))
     assert plan.corpus.samples == emptied.samples
     assert plan.corpus.counts.tolist() == emptied.counts[[0, 2, 6]].tolist()
@@ -167,41 +167,38 @@ def test_clips_that_fit_nowhere_are_named(costs: Costs) -> None:
     with pytest.raises(
         PlanError, match=f"clip {clip} of wan-uniform is 49x720x1280, 46,800 tokens, more than the memory"
     ):
-        planner.make(setup_of(), costs, corpus, 40_000)
+        planner.make(asked(), costs, corpus, 40_000)
     long = Corpus("long", "test", (Shape(161, 720, 1280),), np.array([147_600]), np.zeros(50, dtype=np.int32))
     with pytest.raises(PlanError, match="the longest measured on nvidia-h200 is 75,600"):
-        planner.make(setup_of(), costs, long, 150_000)
-    plan = planner.make(setup_of(extrapolate=True), costs, long, 150_000)
+        planner.make(asked(), costs, long, 150_000)
+    plan = planner.make(asked(extrapolate=True), costs, long, 150_000)
     assert "161x720x1280 are extrapolated" in plan.warnings[0]
 
 
 def test_short_sequences_below_the_sweep_are_planned_with_a_warning(costs: Costs) -> None:
     corpus = Corpus("tiny", "test", (Shape(1, 192, 336),), np.array([252]), np.zeros(500, dtype=np.int32))
     assert (
-        "1x192x336 are extrapolated: measured were 256 to"
-        in planner.make(setup_of(), costs, corpus, 58_896).warnings[0]
+        "1x192x336 are extrapolated: measured were 256 to" in planner.make(asked(), costs, corpus, 58_896).warnings[0]
     )
 
 
 def test_fewer_clips_than_ranks_and_a_single_bucket(costs: Costs) -> None:
     corpus = Corpus("few", "test", (Shape(81, 480, 832),), np.array([32_760]), np.zeros(3, dtype=np.int32))
-    plan = planner.make(setup_of(ranks=16), costs, corpus, 58_896)
+    plan = planner.make(asked(ranks=16), costs, corpus, 58_896)
     assert plan.simulated_samples == 3
     assert all(g.share_of_perfect <= 3 / 16 + 1e-9 for g in plan.gains)
 
 
 def test_slow_communication_lowers_throughput(costs: Costs) -> None:
     corpus = mixes.named("wan-uniform", 20_000)
-    free, slow = (
-        planner.make(setup_of(bandwidth=b), costs, corpus, 58_896).gains[0].samples_per_s for b in (None, 5e9)
-    )
+    free, slow = (planner.make(asked(bandwidth=b), costs, corpus, 58_896).gains[0].samples_per_s for b in (None, 5e9))
     assert slow < free
 
 
 @pytest.mark.parametrize("wrong", [{"ranks": 0}, {"micro_batches": 0}, {"memory_bytes": 0.0}, {"m_mem": 10}])
 def test_impossible_setups(wrong: dict[str, float]) -> None:
     with pytest.raises(PlanError, match=r"must be (from 1 to|at least)"):
-        setup_of(**wrong)  # type: ignore[arg-type]
+        asked(**wrong)  # type: ignore[arg-type]
 
 
 def test_unknown_model() -> None:
