@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from repro import suite as registry
-from repro.measure.machine import Machine, read_clocks, throttle_watch
+from repro.measure.machine import Machine, load_average, read_clocks, throttle_watch
 from repro.measure.throttle import METRIC, Watch
 from repro.records import Run, Store, case_key
 from repro.records.files import WriteError
@@ -71,12 +71,14 @@ class _Advance:
 class Outcome:
     """How measuring went. failed: a line a case that raised.
 
-    throttled: of each case that was measured on a slowed-down GPU twice, its suite, key and the reasons.
+    throttled: of each case that was measured on a slowed-down GPU twice, its suite, key and the reasons. load: the
+    largest load average of the host after a case that was measured.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     throttled: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    load: float = 0.0
 
 
 def load_suites(names: Iterable[str] | None = None) -> tuple[dict[str, Suite], list[str]]:
@@ -188,7 +190,13 @@ def measure(
 
     def finish(status: str) -> None:
         clocks = {"unavailable": "computed elsewhere"} if elsewhere else read_clocks(machine.gpu_count)
-        store.finish(run, status, outcome.counts, {**clocks, "throttled": outcome.throttled})
+        clocks |= {"throttled": outcome.throttled, "largest_load": outcome.load}
+        store.finish(run, status, outcome.counts, clocks)
+        if not elsewhere and outcome.load > machine.cores:
+            told = (
+                f"The host was busy (load {outcome.load:.0f} on {machine.cores} cores): what waits for it took longer."
+            )
+            console.print(Text(f"{told} On an idle machine, --again measures anew.", style="yellow"))
 
     try:
         with _progress(planned, console) as advance:
@@ -238,6 +246,7 @@ def _measure_suite(
             )
             store.append(run, p.name, case, [*rows, *([THROTTLED] if why else [])])
             outcome.counts["measured"] += 1
+            outcome.load = max(outcome.load, load_average())
             if why:
                 outcome.throttled.append({"suite": p.name, "case": dict(case.key), "reasons": why})
                 key = ", ".join(f"{k}={v}" for k, v in case.key.items())

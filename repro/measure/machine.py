@@ -147,7 +147,7 @@ def read_clocks(gpus: int = 1) -> dict[str, Any]:
     with the reason under "unavailable", as in `Machine.record`.
     """
     facts = _Facts()
-    facts.read("load_average", _load_average)
+    facts.read("load_average", load_average)
     facts.record.update(_dynamic(_visible(facts)[:gpus] if gpus else [], facts.unavailable))
     return facts.finish()
 
@@ -197,7 +197,7 @@ def _read_host(facts: _Facts) -> None:
     facts.record["platform"] = platform.platform()
     facts.read("cpu_name", _cpu_name)
     facts.read("host_memory_bytes", _host_memory)
-    facts.read("load_average", _load_average)
+    facts.read("load_average", load_average)
     facts.read("omp_num_threads", _omp_num_threads)
     facts.read("torch", lambda: importlib.metadata.version("torch"))
     facts.read("torch_cuda", _torch_cuda)
@@ -218,7 +218,7 @@ def _host_memory() -> int:
     return int(found.group(1)) * 1024
 
 
-def _load_average() -> float:
+def load_average() -> float:
     """Processes that ran or waited to run, mean over the last minute: above `cores`, CPU times are those of a crowd."""
     return round(os.getloadavg()[0], 2)
 

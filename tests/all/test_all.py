@@ -372,8 +372,21 @@ def test_a_throttled_case_is_repeated_and_marked_where_it_persists(checkout, mon
     assert run["end"]["clocks"]["throttled"] == [{"suite": "keeping", "case": {"x": 1}, "reasons": ["thermal"]}]
 
 
+def test_a_busy_host_is_told_once_and_recorded(checkout, monkeypatch):
+    from repro import runner
+
+    loads = iter([0.5, 4096.0])
+    monkeypatch.setattr(runner, "load_average", lambda: next(loads))
+    checkout.suite("keeping", KEEPING)
+    done = checkout.run("--only", "keeping")
+    assert done.exit_code == 0, done.output
+    assert " ".join(done.output.split()).count("The host was busy (load 4096 on ") == 1
+    (run,) = Store(checkout.results).runs(HERE)
+    assert run["end"]["clocks"]["largest_load"] == 4096.0
+
+
 def test_more_gpus_than_there_are_is_wrong_usage(checkout):
-    refused = checkout.run("--gpus", "99", "--dry-run")
+    refused = checkout.run("--gpus", "99")
     assert refused.exit_code == 2
     assert "gpus=99" in refused.output and checkout.logged() == []
 
