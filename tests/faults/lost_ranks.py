@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 
 from repro import train
 from repro.records import files
+from repro.wan import lost
 from repro.wan.log import StepCsv
 from repro.wan.samples import FlowLosses
-from tests.faults import moments_train
+from tests.faults import moments, moments_train
 
 FAULT_AT = 3
 """Micro-batch, and step, of its own process at which a rank is struck: the first step is saved by then."""
@@ -37,8 +39,9 @@ class Rank:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         os.environ.update(where, RANK=str(self.rank), LOCAL_RANK=str(self.rank))
         torch.set_num_threads(1)
+        lost.LAST_WORD_SECONDS = 1.0
         if self.fault:
-            globals()[self.fault](self.rank)
+            globals()[self.fault](self.rank, self.out)
         made = ("--out", str(self.out), "--results", str(self.out / "none"))
         sys.argv = ["repro.train", *moments_train.OPTIONS, *made, *self.options]
         train.app()
@@ -57,25 +60,25 @@ def _strike(what: Any) -> None:
     FlowLosses.__call__ = struck  # type: ignore[method-assign]
 
 
-def dies(rank: int) -> None:
+def dies(rank: int, _out: Path) -> None:
     """As the kernel does where the machine runs out of memory."""
     if rank == 1:
         _strike(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def hangs(rank: int) -> None:
+def hangs(rank: int, _out: Path) -> None:
     """Neither computes nor answers."""
     if rank == 1:
         _strike(lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def runs_out_of_memory(rank: int) -> None:
+def runs_out_of_memory(rank: int, _out: Path) -> None:
     """Asks for more than any machine has."""
     if rank == 1:
         _strike(lambda: torch.empty(1 << 50))
 
 
-def cannot_log(rank: int) -> None:
+def cannot_log(rank: int, _out: Path) -> None:
     """The first rank alone writes the log."""
     append, steps = StepCsv.append, 0
 
@@ -89,13 +92,13 @@ def cannot_log(rank: int) -> None:
     StepCsv.append = full  # type: ignore[method-assign]
 
 
-def has_a_full_disk(rank: int) -> None:
+def has_a_full_disk(rank: int, _out: Path) -> None:
     """No file of the first rank grows past a kilobyte any more."""
     if rank == 0:
         _strike(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, resource.RLIM_INFINITY)))
 
 
-def cannot_calibrate(rank: int) -> None:
+def cannot_calibrate(rank: int, _out: Path) -> None:
     """The first rank alone writes down what was measured."""
     replace = files.replace
 
@@ -105,3 +108,17 @@ def cannot_calibrate(rank: int) -> None:
         replace(path, content)
 
     files.replace = full
+
+
+def in_a_long_step(subject: moments_train.Train) -> None:
+    """Alone: told to end while a checkpoint is being written, and killed, as torchrun does, before the step is done."""
+
+    def lasts() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        latest, deadline = subject.out / "checkpoints" / "latest", time.monotonic() + moments.SECONDS
+        while not latest.exists() and time.monotonic() < deadline:
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _strike(lasts)
+    subject.run()

@@ -141,7 +141,7 @@ def _counting(path: Path, sent: int, at: int) -> Iterator[None]:
 class Chain:
     """A subject that is ended at one moment after the other, in the state in which the last one left it.
 
-    make: a fresh subject. It is begun anew once it has come to its end.
+    make: a fresh subject. It is begun anew once nothing is left to record.
     """
 
     def __init__(self, make: Callable[[Path], Subject], folder: Path) -> None:
@@ -186,6 +186,8 @@ class Chain:
                 raise Lost(f"ended by itself with {ended.code}: {ended.said[-500:]}")
             if struck:
                 break
+            self.begin_anew()
+        if self._subject.complete:
             self.begin_anew()
         return told, outcome
 

@@ -15,7 +15,7 @@ from repro.measure.machine import read_machine
 from repro.records import Store
 from tests.faults.moments import Ended, Lost
 
-CASES = 12
+CASES = 25
 SUITE = """
 from pathlib import Path
 import suites
@@ -69,8 +69,8 @@ class All:
 
     @property
     def complete(self) -> bool:
-        """Whether every case is recorded, and judged."""
-        return len(self._before) == CASES and (self.results / "claims.csv").exists()
+        """Whether every case is recorded."""
+        return len(self._before) == CASES
 
     def check(self, ended: Ended, sent: signal.Signals | None) -> str:
         """As `moments.Subject` says."""

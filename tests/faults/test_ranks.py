@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from repro.wan import checkpoint_index
 from tests.faults import moments
-from tests.faults.lost_ranks import Rank
+from tests.faults.lost_ranks import FAULT_AT, Rank, in_a_long_step
+from tests.faults.moments_train import EVERY, Train
 
-PATIENCE = 4
+PATIENCE = ("--timeout", "12")
+"""More than a busy machine takes from one exchange of the ranks to the next."""
 FULL = "could not be written: No space left on device"
 FAULTS = (
     # fault, and of both ranks the exit code and what its one line says
@@ -61,10 +64,10 @@ def saved(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_ranks_end_together_and_say_why_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    options = ("--steps", "100", "--save-every", "1", "--timeout", str(PATIENCE))
+    options = ("--steps", "100", "--save-every", "1")
     before = 0
     for fault, *expected in FAULTS:
-        ended = run(tmp_path, fault, *options)
+        ended = run(tmp_path, fault, *options, *(PATIENCE if fault == "hangs" else ()))
         for one, (code, told) in zip(ended, expected, strict=True):
             errors = [line for line in one.said.splitlines() if line.startswith("error: ")]
             assert one.code == code and len(errors) == bool(told), (fault, one)
@@ -77,7 +80,7 @@ def test_ranks_end_together_and_say_why_and_the_next_run_goes_on(tmp_path: Path)
 
 
 def test_a_calibration_that_cannot_be_written_down_stops_all_ranks(tmp_path: Path) -> None:
-    ended = run(tmp_path, "cannot_calibrate", "--calibrate", "0.001", "--timeout", "60")
+    ended = run(tmp_path, "cannot_calibrate", "--calibrate", "0.001")
     assert [one.code for one in ended] == [2, 2], ended
     assert f"calibration.csv {FULL}" in ended[0].said and "Traceback" not in ended[0].said + ended[1].said
 
@@ -88,3 +91,11 @@ def test_ranks_that_never_come_are_given_up(tmp_path: Path) -> None:
     alone = Rank(tmp_path / "run", 0, free_port(), "", ("--timeout", "1"))
     ended = moments.finish(moments.start(alone, place), place)
     assert ended.code == 2 and "the other ranks did not come within 1 s" in ended.said, ended.said
+
+
+def test_a_checkpoint_on_its_way_becomes_complete_while_a_step_lasts(tmp_path: Path) -> None:
+    subject = Train(tmp_path)
+    ended = moments.finish(moments.start(partial(in_a_long_step, subject), tmp_path), tmp_path)
+    assert ended.code == -signal.SIGKILL, ended
+    assert "SIGTERM: the step under way is finished and saved first, if there is time: torchrun kills" in ended.said
+    assert saved(tmp_path) == FAULT_AT - 1 == EVERY
