@@ -24,6 +24,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from repro.records.schema import Record, SchemaError, header, migrate, parameter_columns
 
 LOCK_SECONDS = 60.0
+_LOCK = ".lock"
 _PARTIAL = ".partial"
 
 
@@ -53,13 +54,16 @@ class Table:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's write lock (`.lock`, released by the system when its holder dies)."""
-    with _named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = hold(folder, LOCK_SECONDS)
-        except Timeout as e:
-            raise WriteError(f"{folder} has been locked by another run for {LOCK_SECONDS:.0f} s: wait for it") from e
-    try:
+    lock = FileLock(folder / _LOCK)
+    try:  # from here on, since a signal may come as soon as it is taken
+        with _named(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=LOCK_SECONDS)
+            except Timeout as e:
+                raise WriteError(
+                    f"{folder} has been locked by another run for {LOCK_SECONDS:.0f} s: wait for it"
+                ) from e
         yield
     finally:
         lock.release()
@@ -67,7 +71,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def hold(folder: Path, seconds: float) -> BaseFileLock:
     """Take a folder's lock until it is released or this process ends. Raises Timeout after `seconds` in vain."""
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / _LOCK)
     lock.acquire(timeout=seconds)
     return lock
 

@@ -41,12 +41,18 @@ def soak(subject: Callable[[Path], Subject], number: signal.Signals, seeds: Sequ
             try:
                 told, outcome = chain.end_at(moment)
             except Lost as error:
-                told, outcome = f"{moment.share:.0%}", f"{LOST}: {' '.join(str(error).split())[-300:]}"
+                told, outcome = f"{moment.share:.0%}", f"{LOST}: {_short(str(error))}"
                 chain.begin_anew()
             rows.append((subject.name, number.name, str(seed), told, outcome))
             print(*rows[-1], sep=", ", flush=True)
         chain.complete()
     return rows
+
+
+def _short(text: str) -> str:
+    """How it begins and how it ends."""
+    text = " ".join(text.split())
+    return text if len(text) <= 400 else f"{text[:150]} ... {text[-250:]}"
 
 
 def main() -> int:
