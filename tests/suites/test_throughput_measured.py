@@ -126,7 +126,7 @@ def test_what_is_asked_of_two_gpus_is_decided_by_the_cases_of_four_minutes():
     } <= cells
     first = [k["protocol"] for k in done[1:4]]
     assert first == ["matched"] * 3, "what judges policies comes first"
-    assert sum(c.seconds for c in throughput_measured.cases("full", gpus(1))) < 165
+    assert sum(c.seconds for c in throughput_measured.cases("full", gpus(1))) < 185
 
 
 def test_all_policies_get_the_same_samples_and_adalns_the_same_schedule(monkeypatch):
