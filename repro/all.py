@@ -26,15 +26,15 @@ from rich.text import Text
 
 from repro import runner, verdicts
 from repro import suite as registry
-from repro.measure.machine import Machine, device_slug, read_machine
+from repro.measure.machine import Machine, h200s, read_machine
 from repro.names import unknown
 from repro.records import Store, files
-from repro.report import draw, html, kernel_words, tables
+from repro.report import documents, draw, html, kernel_words, tables
 from repro.suite import PROFILES, Profile, Suite
 from repro.wan.nodes import Nodes, NodesError, leading, lend
 
 ROOT = Path(__file__).resolve().parents[1]
-H200, MOST_PLANNED = "NVIDIA H200", 1024
+MOST_PLANNED = 1024
 console = Console()
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -153,6 +153,9 @@ def _conclude(store: Store, suites: dict[str, Suite], folder: Path, debug: bool)
     drawn += draw.draw_claims(rows, folder, [v.row() for v in rest])
     kernels = kernel_words.section(store, next((r["device"] for r in rows if r["id"] == "K1"), ""))
     tables.update_readme(results.parent / "README.md", tables.readme_section(rows), kernels)
+    told, untold = documents.sections(store, suites, [h200s(gpus) for gpus in (1, 2)])
+    documents.update(results.parent, told)
+    undrawn += untold
 
     console.print(tables.terminal(rows, console.width))
     console.print(f"{len(drawn)} figures in {folder}, verdicts in {results / 'claims.csv'}", highlight=False)
@@ -244,7 +247,7 @@ def _machine(gpus: int | None, nodes: int, plans: bool) -> Machine:
         if not plans or not gpus or not 0 < gpus <= MOST_PLANNED or gpus % nodes:
             raise typer.BadParameter(str(error), param_hint="--gpus") from error
         console.print(f"{gpus} GPUs are not visible here: a plan for as many H200s, which estimates are made for.")
-        return Machine(device_slug(H200, gpus), H200, gpus, (9, 0), 132, 141 * 10**9, 1, {})
+        return h200s(gpus)
 
 
 def _recorded_machine(store: Store, device: str) -> Machine:

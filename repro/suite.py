@@ -19,6 +19,10 @@ and, where it keeps measurements of a case for the cases that follow,
 
     forget(case, machine) -> None   drops them, so that measuring the case again measures it anew
 
+and, where documents quote its rows,
+
+    tell(rows) -> dict[str, str]    Markdown by the name of the place in the documents (`repro.report.documents`)
+
 A suite knows nothing of CSV files or of the command line, and imports torch only inside `measure`, so that
 figures and verdicts are made from committed rows on a machine without PyTorch.
 """
@@ -168,6 +172,11 @@ def forget(suite: Suite, case: Case, machine: Machine) -> None:
     """Have the suite drop what it keeps of a case, if it keeps anything."""
     if hasattr(suite, "forget"):
         suite.forget(case, machine)
+
+
+def tell(suite: Suite, rows: pd.DataFrame) -> dict[str, str]:
+    """What the suite says in the documents, by name. rows: its `full` rows of all devices, with column `device`."""
+    return dict(suite.tell(rows)) if hasattr(suite, "tell") else {}
 
 
 def other_needs(suite: Suite) -> list[str]:

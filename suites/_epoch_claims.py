@@ -50,10 +50,10 @@ def evidence(own: pd.DataFrame, samples: Callable[[Setting], int]) -> list[Evide
         )
 
     found = _correlations(own, base, about(base))
-    fused = {p: _gain(own, replace(base, policy=p), replace(base, policy=p, adaln="fused")) for p in POLICIES}
+    fused = {p: epoch_gain(own, replace(base, policy=p), replace(base, policy=p, adaln="fused")) for p in POLICIES}
     if (gained := fused["equal_token"]) is not None:
         told = ", ".join(f"{p} {_percent(g)}" for p, g in fused.items() if g is not None)
-        wan = _gain(own, replace(base, adaln="wan"), replace(base, adaln="fused"))
+        wan = epoch_gain(own, replace(base, adaln="wan"), replace(base, adaln="fused"))
         note = (
             f"whole steps, update included, the same schedule on both sides: {about(base)}; over eager: {told}; over "
             f"Wan's own fp32 formula (equal_token): {_percent(wan)}; blocks are {MODELS[base.model].dim:,} wide, and "
@@ -87,7 +87,8 @@ def _steps(own: pd.DataFrame, setting: Setting) -> _epochs.Steps | None:
     return _epochs.Steps(np.array(found["step"]), np.array(found["work"])) if found["step"] else None
 
 
-def _gain(own: pd.DataFrame, base: Setting, treated: Setting) -> Interval | None:
+def epoch_gain(own: pd.DataFrame, base: Setting, treated: Setting) -> Interval | None:
+    """By how many % more tokens a second `treated` takes than `base`; None where either was not measured."""
     before, after = _steps(own, base), _steps(own, treated)
     if before is None or after is None:
         return None
@@ -147,7 +148,7 @@ def _of_ranks(own: pd.DataFrame, base: Setting, about: Callable[[Setting], str])
 def _throughput(own: pd.DataFrame, base: Setting, claims: Sequence[str], about: str) -> list[Evidence]:
     """AdaptiveLoad's gain in tokens/s over the baseline, %, for each of `claims`."""
     whole = replace(base, policy="dual_constraint", adaln="fused")
-    gained = _gain(own, base, whole)
+    gained = epoch_gain(own, base, whole)
     if gained is None:
         return []
     parts = {
@@ -155,7 +156,7 @@ def _throughput(own: pd.DataFrame, base: Setting, claims: Sequence[str], about: 
         "fused AdaLN alone": replace(base, adaln=whole.adaln),
         "balanced, fused": replace(whole, policy="balanced"),
     }
-    gains = {name: _gain(own, base, setting) for name, setting in parts.items()}
+    gains = {name: epoch_gain(own, base, setting) for name, setting in parts.items()}
     told = "".join(f"; {name} {_percent(gain)}" for name, gain in gains.items() if gain is not None)
     note = (
         f"one micro-batch a step and rank, M_mem (a) {whole.m_mem:,} tokens: {about}{told}; "

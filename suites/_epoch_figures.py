@@ -17,8 +17,8 @@ PANELS = {
     "tokens_per_s": "thousand tokens/s",
     "share_of_perfect": "share of perfect balance",
 }
-MEETINGS = {"micro_batch": "meet each", "step": "meet once"}
-PROTOCOLS = {"as_published": "as published", "matched": "samples a step matched"}
+MEETINGS = {"micro_batch": "ranks meet in each micro-batch", "step": "ranks meet once a step"}
+PROTOCOLS = {"as_published": "one micro-batch a step, as published", "matched": "samples a step matched"}
 WORST = assumptions.WORST_CORPUS
 
 
@@ -57,9 +57,9 @@ def _draw_throughput(device: str, table: pd.DataFrame) -> list[Figure]:
             ax.set_yticks(range(len(names)), [style.label(n) for n in names])
             ax.set_ylim(len(names) - 0.5, -0.5)
             ax.set_xlim(0, 1.04 * ax.get_xlim()[1])  # room for the marks at its end
-            ax.set_title(f"{WORST} mix" if worst else PROTOCOLS[protocol])
-            ax.set_xlabel(quantity if i == len(mixes) - 1 else "")
+            ax.set_xlabel(quantity)
             ax.grid(axis="y", visible=False)
+        axes[i, 0].set_title(f"{WORST if worst else assumptions.CORPUS}: {PROTOCOLS[protocol]}")
         axes[i, -1].axvline(1, color=style.GREY, linewidth=0.8)
     style.legend(figure, ["measured"])
     caption = (
@@ -94,10 +94,11 @@ def _draw_replay(device: str, table: pd.DataFrame, bars: Mapping[str, float]) ->
         right.plot(cells["replay_error"], cells["replay_total_error"], label=style.label(policy), **look)
     left.axhline(0, color=style.BLACK, linewidth=0.8)
     left.yaxis.set_major_formatter(PercentFormatter(1))
-    left.set(xlabel="step as measured, s", ylabel="replay / measured - 1", xlim=(0, None))
+    left.set(title="steps", xlabel="step as measured, s", ylabel="simulated / measured - 1", xlim=(0, None))
     right.axvline(bars["replay_error"], color=style.GREY, ls="--")
     right.axhline(bars["replay_total_error"], color=style.GREY, ls="--")
-    right.set(xlabel="mean |error| of a step, %", ylabel="|error| of the epoch, %", xlim=(0, None), ylim=(0, None))
+    right.set(title="epochs", xlabel="mean |error| of a step, %", ylabel="|error| of the epoch, %")
+    right.set(xlim=(0, None), ylim=(0, None))
     style.legend(figure, ["measured"])
     caption = (
         f"The simulator against reality on {device}, {_about(table)}: steps as the simulator has them from solo times "

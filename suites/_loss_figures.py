@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Variant = tuple[str, str, str]
+WEIGHTINGS = {"batch_mean": "batch means", "sample": "samples alike"}
 Differences = Callable[..., "np.ndarray[Any, Any]"]
 COLORS = ("#000000", "#D55E00", "#E69F00", "#56B4E9", "#999999", "#0072B2", "#009E73")
 
@@ -37,28 +38,29 @@ def _draw_device(
     if curves.empty:
         return []
     samples, bins = int(table["samples"].max()), curves["metric"].nunique()
-    figure, axes = style.subplots(2, 1, 2.4)
+    figure, axes = style.subplots(2, 1, 2.2, height_ratios=(2, 1 + 0.1 * len(variants)))
     top, bottom = axes[:, 0]
-    named = {v: f"{style.label(v[0])}, {v[1]}, {v[2].replace('_', ' ')}" for v in variants}
-    for i, (variant, color) in enumerate(zip(variants, COLORS, strict=False)):
+    named = {v: f"{style.label(v[0])}, {v[1]}, {WEIGHTINGS[v[2]]}" for v in variants}
+    shown = [(v, c) for v, c in zip(variants, COLORS, strict=False) if _of(curves, v).any()]
+    compared = [v for v, _ in shown if v != variants[0]]
+    for variant, color in shown:
         own = curves[_of(curves, variant)]
-        if own.empty:
-            continue
         by_seed = own.assign(k=own["metric"].str.removeprefix("curve_at_").astype(int))
         by_seed = by_seed.pivot_table(index="k", columns="seed", values="value").sort_index()
         x = (by_seed.index.to_numpy() + 0.5) * samples / bins
-        top.plot(x, by_seed.mean(axis=1), color=color, lw=1.2, label=named[variant])
+        first = variant == variants[0]  # drawn wider, so that curves which lie on it hide none of it
+        top.plot(x, by_seed.mean(axis=1), color=color, lw=2.8 if first else 1.2, label=named[variant])
         top.fill_between(x, by_seed.min(axis=1), by_seed.max(axis=1), color=color, alpha=0.12, linewidth=0)
-        if i:
+        if not first:
             each = differences(table, variant)
-            bottom.plot(each, np.full(each.size, i), "o", color=color, ms=4)
+            bottom.plot(each, np.full(each.size, compared.index(variant)), "o", color=color, ms=4)
     top.set(xlabel="samples seen", ylabel="training loss", xlim=(0, samples), ylim=(0, None))
     for end in (-margin, margin):
         bottom.axvline(end, color=style.GREY, ls="--")
     bottom.axvline(0, color=style.BLACK, linewidth=0.8)
-    bottom.set_yticks(range(1, len(variants)), [named[v] for v in variants[1:]])
-    bottom.set_ylim(len(variants) - 0.5, 0.5)
-    bottom.set_xlabel("final loss over the baseline's, %")
+    bottom.set_yticks(range(len(compared)), [named[v].replace(", ", ",\n", 1) for v in compared])
+    bottom.set_ylim(len(compared) - 0.5, -0.5)
+    bottom.set_xlabel("final held-out loss over the baseline's of the same seed, %")
     bottom.grid(axis="y", visible=False)
     style.legend(figure, ["measured"], axes=[top])
     caption = (

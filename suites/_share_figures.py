@@ -1,4 +1,4 @@
-"""Figures of `kernel_share`: AdaLN's share of a step, and what the fused op gains, against sequence length."""
+"""Figures and table of `kernel_share`: AdaLN's share of a step, and what the fused op gains, against length."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from repro.measure.stats import Interval
+from repro.report.documents import NOTHING, by_adaln, kept, table
 from repro.suite import Figure
 
 if TYPE_CHECKING:
@@ -46,18 +47,19 @@ def _draw_device(device: str, table: pd.DataFrame, gain: Gain) -> list[Figure]:
                 style.series(bottom, x, [g.value for g in found], other, low=low, high=high)
         bottom.axhline(0, color=style.BLACK, linewidth=0.8)
         style.paper_value(bottom, 25, "paper: >25%")
-        top.set_title(model)
+        top.set_title(f"{model}, {int(own['layers'].max())} blocks")
         top.set_ylim(0, 1.08 * top.get_ylim()[1])
         for ax in (top, bottom):
             style.token_axis(ax, own["tokens"].to_numpy(), "tokens of one sample, S" if ax is bottom else "")
     axes[0, 0].set_ylabel("AdaLN's share of a step, %")
-    axes[1, 0].set_ylabel("gain of fused over it, %")
+    axes[1, 0].set_ylabel("fused: tokens/s gained, %")
     style.legend(figure, ["measured"])
     layers = ", ".join(f"{m}: {int(table[table['model'] == m]['layers'].max())} blocks" for m in models)
     caption = (
         f"Whole steps of the trainer on {device} ({layers}; full checkpointing, about 48,000 tokens a micro-batch). "
         "Above: share of the step inside norm-modulate, forward, recomputed and backward. Below: by how much more "
-        "tokens/s the fused op takes than the other two. The longer the samples, the more of a step is attention."
+        "tokens/s the fused op takes than eager and Wan's formula. The longer the samples, the "
+        "more of a step is attention."
     )
     return [Figure(f"kernel_share-{device}", figure, caption, ("T6",))]
 
@@ -83,3 +85,25 @@ def _draw_devices(own: pd.DataFrame, gain: Gain, lengths: Sequence[int]) -> list
     figure = devices.dots({name: panel}, {name: ("paper: >25%", 25.0)})
     caption = "Whole training steps of equal-token micro-batches with the fused op over the other AdaLNs, one GPU each."
     return [Figure("kernel_share-devices", figure, caption, ("T6",))]
+
+
+def steps_table(rows: pd.DataFrame) -> str:
+    """Markdown: steps and peak memory under fused and eager, where both were measured, device by device."""
+    if rows.empty:
+        return NOTHING
+    cells = []
+    for place, at in rows.groupby(["device", "model", "layers", "checkpointing", "batch", "tokens"], sort=False):
+        device, model, layers, checkpointing, batch, tokens = map(str, place)
+        of = by_adaln(at)
+        steps, peaks = ([of.get((m, a)) for a in ("eager", "fused")] for m in ("step_time", "peak_memory"))
+        eager, fused = steps
+        if eager is None or fused is None:
+            continue
+        told = kept(fused.high < eager.low, fused.low > eager.high, "faster", "slower")
+        cells.append(
+            [device, f"{model}, {layers} blocks", checkpointing, f"{batch} x {int(tokens):,}"]
+            + [f"{i.value:.1f} [{i.low:.1f}, {i.high:.1f}]" for i in (eager, fused)]
+            + [told, *("unknown" if p is None else f"{p.value:.2f}" for p in peaks)]
+        )
+    head = ["device", "model", "checkpointing", "B x S", "eager, ms", "fused, ms", "fused is"]
+    return table([*head, "peak with eager, GB", "with fused"], cells) if cells else NOTHING

@@ -90,6 +90,29 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
     return []
 
 
+def tell(rows: pd.DataFrame) -> dict[str, str]:
+    """Section `accelerate`: step time and peak memory before and after, on every GPU."""
+    from repro.report.documents import NOTHING, by_adaln, table
+
+    cells = []
+    by_cell = rows.groupby(["device", "model", "layers", "checkpointing", "tokens"], sort=False) if len(rows) else ()
+    for place, at in by_cell:
+        device, model, layers, checkpointing, tokens = map(str, place)
+        of = by_adaln(at)
+        if ("speedup", "fused") not in of or ("peak_memory", "wan") not in of:
+            continue
+        step, peak = (
+            f"{of[metric, 'wan'].value:{form}} to {of[metric, 'fused'].value:{form}}"
+            for metric, form in (("forward_backward", ".1f"), ("peak_memory", ".2f"))
+        )
+        ratio = of["speedup", "fused"]
+        told = f"{ratio.value:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}]"
+        width = f"{_width(model)}, {layers} blocks"
+        cells.append([device, width, f"{int(tokens):,}", checkpointing, step, told, peak])
+    head = ["device", "width", "tokens", "checkpointing", "forward and backward, ms", "speedup", "peak memory, GB"]
+    return {"accelerate": table(head, cells) if cells else NOTHING}
+
+
 def draw(rows: pd.DataFrame) -> list[Figure]:
     """For each device: step time and peak memory before and after."""
     rows = rows[(rows["suite"] == NAME) & rows["metric"].isin(["forward_backward", "peak_memory"])]
@@ -139,7 +162,10 @@ def _draw(device: str, rows: pd.DataFrame) -> Figure:
         for model, tokens, c in cells.itertuples(index=False)
     ]
     figure, axes = style.subplots(2, 1, height=0.6 + 0.3 * len(cells))
-    panels = (("forward_backward", "ms a training step"), ("peak_memory", "peak memory, GB"))
+    panels = (
+        ("forward_backward", "ms, forward and backward of the blocks measured"),
+        ("peak_memory", "peak memory, GB"),
+    )
     for ax, (metric, label) in zip(axes[:, 0], panels, strict=True):
         _draw_bars(ax, rows[rows["metric"] == metric], cells)
         ax.set_yticks(range(len(cells)), names)

@@ -139,6 +139,13 @@ def draw(rows: pd.DataFrame) -> list[Figure]:
     return _share_figures.draw(rows[(rows["suite"] == NAME) & (rows["model"] != "tiny")], gain, FULL, BUDGET)
 
 
+def tell(rows: pd.DataFrame) -> dict[str, str]:
+    """Section `fused-steps`: steps and peak memory under fused and eager, cell by cell."""
+    from suites import _share_figures
+
+    return {"fused-steps": _share_figures.steps_table(rows)}
+
+
 def _grid(model: str, adaln: str) -> list[Cell]:
     """Wan's own formula has the three lengths of the small model alone."""
     if model == "wan-14b":

@@ -144,11 +144,13 @@ def _draw_device(device: str, table: pd.DataFrame) -> list[Figure]:
             style.series(axes[0], own["bytes"].astype(int), own["value"], operation, **ends, **look)
     axes[0].set_xscale("log", base=2)
     sizes = sorted({int(n) for n in speeds["bytes"]})
-    axes[0].set_xticks(sizes, [f"{n >> 20} MiB" if n >> 20 else f"{n >> 10} KiB" for n in sizes], rotation=30)
+    axes[0].set_xticks(
+        sizes, [f"{n >> 20} MiB" if n >> 20 else f"{n >> 10} KiB" for n in sizes], rotation=45, ha="right"
+    )
     axes[0].minorticks_off()
     axes[0].set_yscale("log")
     style.log_ticks(axes[0].yaxis)
-    axes[0].set(xlabel="message", ylabel="bus bandwidth, GB/s", title="collectives")
+    axes[0].set(xlabel="size of the message", ylabel="bus bandwidth, GB/s", title="collectives")
     if len(between):
         _draw_pairs(axes[1], between)
     style.legend(figure, ["measured"], axes=[axes[0]])
@@ -180,7 +182,7 @@ def _draw_pairs(ax: Any, between: pd.DataFrame) -> None:
     ax.set_xticks(places, places)
     ax.set_yticks(places, places)
     ax.grid(visible=False)
-    ax.set(xlabel="to rank", ylabel="from rank", title="pairs")
+    ax.set(xlabel="to rank", ylabel="from rank", title="one rank to another")
 
 
 def _draw_devices(own: pd.DataFrame) -> list[Figure]:

@@ -181,7 +181,7 @@ def _draw_device(device: str, table: pd.DataFrame) -> list[Figure]:
         ax.grid(axis="y", visible=False)
         how = "no" if setting[2] == "none" else setting[2]
         ax.set_title(f"{setting[0]}, {setting[1]} blocks, {how} checkpointing")
-    axes[-1, 0].set_xlabel("GB at the peak")
+    axes[-1, 0].set_xlabel("peak of the longest sample that fits, GB")
     style.legend(figure, ["measured"], bars=True)
     caption = (
         f"The longest sample that trains on {device} within the peak that {START:,} tokens take under Wan's own "

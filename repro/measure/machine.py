@@ -70,6 +70,12 @@ class Machine:
         return self.gpu_count > 0
 
 
+def h200s(count: int) -> Machine:
+    """A machine with so many of the GPUs that estimates are made for: for plans of what is not here."""
+    name = "NVIDIA H200"
+    return Machine(device_slug(name, count), name, count, (9, 0), 132, 141 * 10**9, 1, {})
+
+
 def device_slug(
     name: str,
     gpus_used: int,

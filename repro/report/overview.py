@@ -144,7 +144,7 @@ def _mark(axes: Axes, y: float, row: tables.Row, ends: tuple[float, float], colo
     low, high = (_position(float(row[c]), ends) if row[c] else math.nan for c in ("ci_low", "ci_high"))
     line = [max(low, _START), min(high, _LIMIT)]
     axes.plot(line, [y, y], color=color, linewidth=2, solid_capstyle="butt")
-    axes.plot(x, y, marker=marker, markersize=5.5, color=color, markerfacecolor=face)
+    axes.plot(x, y, marker=marker, markersize=5.5, color=color, markerfacecolor=face, clip_on=False)
 
 
 def _words(axes: Axes, y: int, row: tables.Row) -> None:

@@ -230,7 +230,11 @@ def legend(
     for ax in figure.axes if axes is None else axes:
         for handle, text in zip(*ax.get_legend_handles_labels(), strict=True):
             found.setdefault(text, handle)
-    found |= {str(h.get_label()): h for h in kind_handles(list(kinds), bars)}
+    shown = set(kinds)
+    if shown == {"measured"}:  # nothing to tell apart, and a filled mark would read as one more series
+        found["all measured"] = Line2D([], [], linestyle="none")
+    else:
+        found |= {str(h.get_label()): h for h in kind_handles(sorted(shown), bars)}
     if paper:
         found[paper] = Line2D([], [], **_PAPER_LINE)
     columns = _columns(list(found), figure.get_figwidth())

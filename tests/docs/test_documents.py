@@ -10,12 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from repro import runner, verdicts
 from repro import suite as registry
-from repro import verdicts
 from repro.balance import policies
-from repro.measure.machine import Machine
+from repro.measure.machine import Machine, h200s
 from repro.records import Store
-from repro.report import kernel_words
+from repro.report import documents, kernel_words
 from tests.docs.documents import DOCUMENTS, ROOT
 
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
@@ -126,3 +126,24 @@ def test_every_row_s_run_is_on_record() -> None:
 def test_what_the_readme_says_of_the_kernels_is_counted() -> None:
     decides = next(row["device"] for row in verdicts.read(ROOT / "results") if row["id"] == "K1")
     assert kernel_words.section(STORE, decides) in README.read_text(), "run python -m repro.all --no-measure"
+
+
+def test_what_documents_tell_of_recorded_rows_is_what_rows_say() -> None:
+    suites, _ = runner.load_suites()
+    texts, errors = documents.sections(STORE, suites, [h200s(1), h200s(2)])
+    assert not errors
+    places = {
+        p: re.findall(r"<!-- ([\w-]+): generated from results -->", p.read_text()) for p in documents.documents(ROOT)
+    }
+    assert set(texts) <= {name for names in places.values() for name in names}, "a text that no document shows"
+    for path in places:
+        told = path.read_text()
+        assert documents.written(told, texts) == told, f"{path.name}: run python -m repro.all --no-measure"
+
+
+def test_a_place_takes_its_text_and_others_stay() -> None:
+    text = "a\n" + "".join(
+        f"<!-- {n}: generated from results -->\nold {n}\n<!-- {n}: end -->\n" for n in ("one", "two")
+    )
+    told = documents.written(text, {"one": r"new \1"})
+    assert told == text.replace("old one", r"new \1") and documents.written(told, {}) == told
