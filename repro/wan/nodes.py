@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 JOIN_SECONDS = 600.0
 """How long nodes wait for each other at the start."""
+HOST_SECONDS = 30.0
+"""How long a store that is there may take to answer."""
 LEAVE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 
@@ -47,7 +50,9 @@ class Nodes:
 
     @classmethod
     def of(cls, count: int, rank: int, rendezvous: str | None) -> Nodes | None:
-        """From what torchrun calls --nnodes, --node-rank and the endpoint, "host:port"; None for a single node.
+        """From what torchrun calls --nnodes, --node-rank and the endpoint; None for a single node.
+
+        rendezvous: "host:port", a host of IPv6 numbers in brackets or not.
 
         Raises ValueError for what does not fit together.
         """
@@ -60,7 +65,7 @@ class Nodes:
         host, _, port = (rendezvous or "").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"--rendezvous must be host:port of node 0, as every node reaches it, got {rendezvous!r}")
-        return cls(count, rank, host, int(port))
+        return cls(count, rank, host.removeprefix("[").removesuffix("]"), int(port))
 
     def hosts(self, ranks: int) -> bool:
         """Whether so many ranks are spread over all nodes; else they live on the leading one."""
@@ -78,16 +83,18 @@ class Leader:
 
         self.nodes = nodes
         self._groups = itertools.count()
+        patience = timedelta(seconds=min(seconds, HOST_SECONDS))
         try:
             self._store = dist.TCPStore(
-                nodes.host, nodes.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+                nodes.host, nodes.port, is_master=True, wait_for_workers=False, timeout=patience
             )
-            found = [json.loads(self._store.get(f"node/{rank}")) for rank in range(1, nodes.count)]
         except dist.DistError as error:
             raise NodesError(
-                f"not all of {nodes.count} nodes came to {nodes.host}:{nodes.port} within {seconds:g} s: start the "
-                f"same command with --node-rank 1 to {nodes.count - 1} on the others ({_line(error)})"
+                f"node 0 cannot host {nodes.host}:{nodes.port}: --rendezvous must be an address of this machine and a "
+                f"free port ({_line(error)})"
             ) from error
+        self._await([f"node/{rank}" for rank in range(1, nodes.count)], seconds)
+        found = [json.loads(self._store.get(f"node/{rank}")) for rank in range(1, nodes.count)]
         self.joined = [dict(about), *found]
         for rank, other in enumerate(self.joined):
             different = [name for name, value in about.items() if other.get(name) != value]
@@ -95,6 +102,18 @@ class Leader:
                 told = ", ".join(f"{n} ({about[n]} here, {other.get(n)} there)" for n in different)
                 self.dismiss()
                 raise NodesError(f"node {rank} differs from node 0 in {told}: nodes must be alike")
+
+    def _await(self, keys: list[str], seconds: float) -> None:
+        """Not a blocking wait of the store's, which would not hear Ctrl-C or SIGTERM."""
+        until = time.monotonic() + seconds
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                count = self.nodes.count
+                raise NodesError(
+                    f"not all of {count} nodes came to {self.nodes.host}:{self.nodes.port} within {seconds:g} s: start "
+                    f"the same command with --node-rank 1 to {count - 1} on the others"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def start(self, count: int, device: str, port: int) -> int:
         """Have the others start their ranks of a group whose store is at `port` here. Returns the group's number."""
@@ -172,8 +191,11 @@ def follow(nodes: Nodes, about: Mapping[str, Any], seconds: float = JOIN_SECONDS
     import torch.distributed as dist
 
     try:
-        store = dist.TCPStore(nodes.host, nodes.port, is_master=False, timeout=timedelta(seconds=seconds))
-    except dist.DistError as error:
+        _await_port(nodes, seconds)
+        store = dist.TCPStore(
+            nodes.host, nodes.port, is_master=False, timeout=timedelta(seconds=min(seconds, HOST_SECONDS))
+        )
+    except (OSError, dist.DistError) as error:
         raise NodesError(
             f"no node 0 at {nodes.host}:{nodes.port} within {seconds:g} s: start it there, and let this machine reach "
             f"that port ({_line(error)})"
@@ -191,6 +213,19 @@ def follow(nodes: Nodes, about: Mapping[str, Any], seconds: float = JOIN_SECONDS
         raise NodesError(
             f"node 0 is gone before it was done; what it measured is kept there ({_line(error)})"
         ) from error
+
+
+def _await_port(nodes: Nodes, seconds: float) -> None:
+    """Wait until node 0 listens. In Python, since the store's own wait would not hear Ctrl-C or SIGTERM."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((nodes.host, nodes.port), timeout=max(0.1, until - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(min(1.0, max(0.0, until - time.monotonic())))
 
 
 def _lend(nodes: Nodes, store: dist.TCPStore, group: int, asked: Mapping[str, Any]) -> None:

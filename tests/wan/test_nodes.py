@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import socket
 import threading
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ def test_options_that_do_not_fit_are_refused(arguments, message):
 def test_options_that_fit():
     assert Nodes.of(1, 0, None) is None
     assert Nodes.of(2, 1, "fe80::1:29500") == Nodes(2, 1, "fe80::1", 29500)
+    assert Nodes.of(2, 1, "[fe80::1]:29500") == Nodes(2, 1, "fe80::1", 29500)
     assert node(0, 1).hosts(16) and not node(0, 1).hosts(1)
 
 
@@ -107,6 +109,34 @@ def test_nobody_waits_for_ever():
         Leader(node(0, port), ABOUT, 0.5)
     with pytest.raises(NodesError, match=f"no node 0 at 127.0.0.1:{port} within 1 s"):
         follow(node(1, port), ABOUT, 1)
+
+
+def test_a_port_that_is_taken_is_told_at_once():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(NodesError, match=f"node 0 cannot host 127.0.0.1:{port}: .* a free port"):
+            Leader(node(0, port), ABOUT, 60)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("wait", [Leader, follow])
+def test_signals_are_heard_while_nodes_wait_for_each_other(wait):
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Interrupted):
+            wait(node(0, free_port()), ABOUT, 20)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_without_node_0_the_others_end_with_their_ranks():
