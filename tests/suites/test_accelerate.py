@@ -83,3 +83,20 @@ def test_figure_shows_before_and_after() -> None:
     assert "14B, S=32,760, checkpointed" in labels and len(labels) == 8
     assert "1.3B 4, 14B 2" in figure.caption
     assert accelerate.draw(rows.assign(model="tiny")) == [] and accelerate.evidence(rows) == []
+
+
+def test_the_documents_get_before_and_after() -> None:
+    values = {("wan", "forward_backward"): 80.0, ("fused", "forward_backward"): 64.0, ("fused", "speedup"): 1.25}
+    values |= {("wan", "peak_memory"): 20.0, ("fused", "peak_memory"): 15.5}
+    rows = pd.DataFrame(
+        [
+            {"device": "nvidia-h200", **c.key, "metric": metric, "n": 10, "value": v, "ci_low": v, "ci_high": v}
+            for c in accelerate.cases("full", H200)
+            for (adaln, metric), v in values.items()
+            if adaln == c.key["adaln"]
+        ]
+    )
+    told = accelerate.tell(rows)["accelerate"].splitlines()
+    assert len(told) == 2 + 8
+    assert "| 14B, 2 blocks | 32,760 | full | 80.0 to 64.0 | 1.250x [1.250, 1.250] | 20.00 to 15.50 |" in told[3]
+    assert accelerate.tell(rows[rows["adaln"] == "wan"])["accelerate"] == "Nothing is recorded yet."

@@ -28,7 +28,7 @@ def rows(monkeypatch):
     monkeypatch.setattr(launch, "ranks", lambda count, device: SimpleNamespace(ask=ask))
     return pd.DataFrame([
         {"suite": "kernel_share", "profile": "full", "device": "gpu", **case.key, "metric": m.metric, "value": m.value,
-         "ci_low": m.ci_low, "ci_high": m.ci_high}
+         "ci_low": m.ci_low, "ci_high": m.ci_high, "n": m.n}
         for case in kernel_share.cases("full", GPU) for m in kernel_share.measure(case, GPU, pd.DataFrame())
     ])  # fmt: skip
 
@@ -53,6 +53,19 @@ def test_rows_tell_parts(rows):
     assert found["norm_modulate_share"] == pytest.approx(10.0)
     assert found["attention_time"] == pytest.approx(20.0) and found["matmul_time"] == pytest.approx(50.0)
     assert found["peak_memory"] == 20.0
+
+
+def test_the_documents_get_steps_and_peaks_by_cell(rows):
+    told = kernel_share.tell(rows)["fused-steps"].splitlines()
+    assert len(told) == 2 + 7, "a head and the cells with both AdaLNs"
+    assert all("| 110.0 [110.0, 110.0] | 100.0 [100.0, 100.0] | faster | 20.00 | 20.00 |" in line
+               for line in told if "x 1,560 " in line)  # fmt: skip
+    slower = rows.assign(value=rows["value"].where(rows["adaln"] != "fused", 2 * rows["value"]))
+    slower["ci_low"] = slower["ci_high"] = slower["value"]
+    assert "faster" not in kernel_share.tell(slower)["fused-steps"]
+    wide = rows.assign(ci_low=0.0)
+    assert kernel_share.tell(wide)["fused-steps"].count("undecided") == 7
+    assert kernel_share.tell(rows.iloc[:0])["fused-steps"] == "Nothing is recorded yet."
 
 
 def test_t6_is_the_gain_over_equal_token_steps(rows):

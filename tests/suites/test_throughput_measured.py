@@ -165,8 +165,27 @@ def test_what_goes_as_simulated_replays_without_error(measured):
     assert rate == pytest.approx(240 / (steps["value"].sum() / 1e3))
 
 
+def test_the_documents_hold_epochs_against_what_was_asked(measured):
+    told = throughput_measured.tell(measured)
+    assert "21 of 21 cells within 5% a step (worst 0.0%), 21 of 21 cells within 3% an epoch" in told["replay"]
+    assert told["replay"].count("\n| ") == 1 + 1 + 21
+    balanced = next(
+        line for line in told["balanced"].splitlines() if line.startswith("| matched | wan-uniform | fused")
+    )
+    share, verdict, *leads = balanced.split(" | ")[4:]
+    at = {"adaln": "fused", "protocol": "matched"}
+    assert share.startswith(f"{100 * of(measured, 'share_of_perfect', policy='balanced', **at):.1f}% [")
+    assert verdict == "kept"
+    rates = [of(measured, "tokens_per_s", policy=p, **at) for p in ("balanced", "equal_token")]
+    assert leads[0].startswith(f"+{100 * (rates[0] / rates[1] - 1):.1f}% [")
+    assert leads[0] in told["balanced-measured"] and "on 2 GPUs (nvidia-test-x2" in told["balanced-measured"]
+    nothing = throughput_measured.tell(measured.iloc[:0])
+    assert nothing.keys() == told.keys() and set(nothing.values()) == {"Nothing is recorded yet."}
+
+
 def test_steps_slower_than_simulated_show_as_error(monkeypatch):
     rows = table(throughput_measured.cases("full", gpus(2))[:2], gpus(2), monkeypatch, Ranks(slower=1.25))
+    assert "0 of 1 cells within 5% a step (worst 20.0%)" in throughput_measured.tell(rows)["replay"]
     assert of(rows, "replay_error") == pytest.approx(20.0)
     assert of(rows, "replay_total_error") == pytest.approx(-20.0)
 
