@@ -102,6 +102,7 @@ namespace {
 // Its blocks may be placed while the kernel that writes the partial sums is still running.
 cudaError_t finish(const Problem& p, const Backward& args, int partials, const Device& d) {
   const int sums = sums_of(args.residual()), wanted = args.gate.data != nullptr ? 3 : 2;
+  // Small blocks start sooner; many partial sums want more loads in flight.
   const int floats = p.dim % 2 == 0 ? 2 : 1, warps = partials > 160 ? 16 : 8;
   const int tiles = (wanted * p.dim + 32 * floats - 1) / (32 * floats);
   const int64_t grid = p.batch * tiles;

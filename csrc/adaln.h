@@ -101,7 +101,7 @@ cudaError_t forward(const Problem& p, const Forward& args);
 // of the modulation. `args.workspace` is not read.
 cudaError_t backward_workspace(const Problem& p, const Backward& args, size_t* bytes);
 
-// Gradients are bitwise repeatable, and those of a sample do not depend on the other samples.
+// Gradients are bitwise repeatable, and those of a sample do not depend on what is in the other samples.
 cudaError_t backward(const Problem& p, const Backward& args);
 
 }  // namespace adaln

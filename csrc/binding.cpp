@@ -80,7 +80,8 @@ Tensor with_dense_features(const Tensor& m, const Shape& shape) {
 
 // Of what `with_dense_features` returned, for an x of so many dimensions.
 adaln::Modulation modulation_of(const Tensor& m, const Shape& shape, int64_t x_dims) {
-  const int64_t batch = shape.frames > 1 ? m.stride(-3) : x_dims == 3 ? m.stride(0) : 0;
+  // The stride of a dimension of one may be any number.
+  const int64_t batch = shape.frames > 1 ? m.stride(-3) : x_dims == 3 && m.size(0) > 1 ? m.stride(0) : 0;
   return {m.data_ptr(), dtype_of(m.scalar_type()), batch, shape.per_token ? m.stride(-2) : 0, m.stride(-1)};
 }
 

@@ -12,7 +12,8 @@ constexpr ForwardChoice kForward16[] = {
 constexpr ForwardChoice kForward32[] = {{384, 3, 1, 128}, {768, 4, 1, 192}, {1280, 4, 1, 320}, {4096, 8, 1, 512}};
 
 // Columns: row_vectors, vectors, rows, keep, threads, resident, blocks_per_sm, stages, cluster. The first line that is
-// wide enough and whose ring fits the device's shared memory counts.
+// wide enough and whose ring fits the device's shared memory counts. Rows narrower than the line's get more blocks, so
+// one layout has a line for each width that wants as many.
 constexpr BackwardChoice kBackward16[] = {{192, 2, 2, true, 128, 4, 4, 2, 2},   {256, 2, 2, true, 128, 4, 4, 2, 2},
                                           {384, 2, 1, true, 256, 2, 2, 3, 2},   {512, 2, 1, true, 256, 2, 2, 3, 2},
                                           {640, 2, 2, false, 320, 1, 1, 3, 1},  {768, 3, 2, false, 256, 1, 1, 3, 1},
@@ -75,6 +76,8 @@ struct RowKernels {
   // `fits` is false where the row kernels cannot take the problem.
   static Plan backward_plan(const Problem& p, const Backward& a, const Device& d) {
     if (!vectorizable(a.x, p, E) || !vectorizable(a.dy, p, E) || !vectorizable(a.scale)) return {};
+    // Bulk copies bring whole rows of modulations too, in units of 16 bytes.
+    if (p.per_token && int64_t{p.dim} * size_of(a.scale.type) % 16 != 0) return {};
     const int row_vectors = p.dim / E;
     int sizes = sizeof(X) + sizeof(Y);
     if (a.residual()) sizes *= 2;

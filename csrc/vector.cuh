@@ -158,7 +158,7 @@ __device__ __forceinline__ void store_gradient(const Gradient& g, int64_t i, con
   }
 }
 
-// N consecutive features of a modulation of type T, as aligned as 16 bytes or all of them.
+// N consecutive features of a modulation; p is aligned to 16 bytes, or to N * sizeof(T) where that is less.
 template <typename T, int N>
 __device__ __forceinline__ void load_features(const T* p, float (&out)[N]) {
   if constexpr (N * sizeof(T) % 16 == 0) {

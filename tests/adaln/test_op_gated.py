@@ -138,6 +138,13 @@ def test_only_some_inputs_need_gradients(device, wanted):
         assert torch.equal(leaf.grad, full[2 + i]) if i == wanted else leaf.grad is None
 
 
+def test_the_stride_of_a_single_sample_may_be_anything(device):
+    inputs = op_cases.make_gated((1, 9, 64), device)
+    shift, scale, gate = torch.randn(3, 1, 65, generator=torch.Generator().manual_seed(1)).to(device)[..., :64]
+    assert shift.stride(0) == 65
+    assert_close(*_got_and_want(inputs._replace(shift=shift, scale=scale, gate=gate)), BARS[torch.float32])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", ["x", "branch", "gate", "dh", "dy"])
 @pytest.mark.parametrize("form", FORMS)

@@ -167,6 +167,15 @@ def test_strides_of_shift_and_scale(device, impl, form):
     assert_close(got, exact(inputs), BARS[torch.float32])
 
 
+def test_a_token_s_scale_of_a_length_that_no_bulk_copy_takes(device, impl):
+    """20 bfloat16 features are 40 bytes, in rows 48 bytes apart: 16-byte loads could take them, 16-byte copies not."""
+    inputs = op_cases.make((2, 9, 20), device)
+    shift, scale = torch.randn(2, 2, 9, 24, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    inputs = inputs._replace(shift=shift[..., :20], scale=scale[..., :20])
+    got = differentiate(layer_norm_modulate, inputs, impl=impl)
+    assert_close(got, exact(inputs), BARS[torch.bfloat16])
+
+
 def test_gradient_reaches_a_chunked_table(device, impl):
     inputs = op_cases.make((2, 9, 64), device)
     table = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
