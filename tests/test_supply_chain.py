@@ -39,6 +39,7 @@ YAML = {"yaml.dump", "yaml.full_load", "yaml.load", "yaml.load_all", "yaml.unsaf
 ALLOWED = {
     ("repro/adaln/diffusers_wan.py", "compile"): "a forward method of the installed Diffusers, its norms replaced",
     ("repro/adaln/diffusers_wan.py", "exec"): "the same",
+    ("repro/wan/nodes.py", "socket"): "whether the node that was named with --rendezvous listens",
 }
 """What is there all the same, and what it runs: nothing that comes from a file of the user's."""
 

@@ -72,7 +72,8 @@ def wanted(cell: Cell) -> dict[str, tuple[float, float, float]]:
         "samples_per_s": lambda i: round(amounts["samples_per_s"]) / seconds(i),
         "tokens_per_s": lambda i: round(amounts["tokens_per_s"]) / seconds(i),
         "share_of_perfect": lambda i: float(work.sum()) / 1e3 / seconds(i),
-        "step_cv": lambda i: float(np.sqrt(np.mean(wall[i] ** 2) / np.mean(wall[i]) ** 2 - 1)),
+        # one step drawn throughout: rounding must not take the root of less than nothing
+        "step_cv": lambda i: float(np.sqrt(max(0.0, np.mean(wall[i] ** 2) / np.mean(wall[i]) ** 2 - 1))),
         "rank_cv": lambda i: float(spread[i].mean()),
         "wait_share": lambda i: float(wait[i].sum() / time[i].sum()),
         "replay_error": lambda i: 100 * float(error[i].mean()),
