@@ -77,8 +77,8 @@ def measure_stack(
 def free() -> None:
     """Drop the cached stack and the allocator's free blocks, e.g. after running out of memory."""
     _stack.cache_clear()
-    gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # on a CPU nobody waits for the memory, and looking for garbage takes a while
+        gc.collect()
         torch.cuda.empty_cache()
 
 
