@@ -11,6 +11,7 @@ import pytest
 
 from repro.balance import assumptions
 from repro.balance.campaign import Setting
+from repro.corpus.shapes import Shape, Tokenizer
 from repro.measure.machine import read_machine
 from repro.report import style
 from repro.suite import CaseSkipped, load
@@ -238,9 +239,19 @@ def test_gain_is_of_whole_epochs_and_its_interval_of_pace():
         _epochs.gain(base, treated, True, "seed")
 
 
-def test_two_ranks_take_an_epoch():
+def test_two_ranks_take_an_epoch(monkeypatch):
     """On this machine's own processes: solo times first, then every sample once."""
     pytest.importorskip("torch")
+    from repro.wan import batching
+
+    def few_a_micro_batch(samples):
+        """Of 64 tokens and more, in the place of the tiny corpus' 4 and more: most of the time goes into prompts."""
+        shapes = (Shape(1, 128, 128), Shape(1, 128, 160), Shape(5, 96, 96), Shape(9, 64, 128), Shape(17, 96, 96))
+        tokens = np.array([Tokenizer().tokens(shape) for shape in shapes])
+        return replace(tiny_corpus(samples), shapes=shapes, tokens=tokens)
+
+    tiny_corpus = batching.tiny_corpus
+    monkeypatch.setattr(batching, "tiny_corpus", few_a_micro_batch)
     machine = read_machine(gpus=0)
     calibration, first, *_ = throughput_measured.cases("smoke", machine)
     assert calibration.key["ranks"] == 2
