@@ -20,7 +20,9 @@ struct Extent {
 
 // Variance in two passes over registers: each warp centres on its own mean (no E[x^2] - mean^2, which loses a spread of
 // 1 on a mean of 1e4), then the warps' (mean, sum of squared deviations) are merged (Chan, Golub & LeVeque 1979).
-template <typename X, typename Y, int V, int R, bool Residual, bool PerToken, int Threads, int Blocks>
+//
+// Streaming: rows are loaded to be evicted first, which small sizes gain by and large ones lose by (NOTES.md).
+template <typename X, typename Y, int V, int R, bool Residual, bool PerToken, int Threads, int Blocks, bool Streaming>
 __global__ void __launch_bounds__(Threads, Blocks) forward_rows(const Forward a, const Extent extent) {
   constexpr int E = kElements<X, Y>;
   __shared__ float4 partial[Threads / 32][R];  // by warp: mean, sum of squared deviations, elements
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(Threads, Blocks) forward_rows(const Forward a,
     for (int v = 0; v < V; ++v) {
       const int i = threadIdx.x + v * blockDim.x;
       if (r < count && i < vectors) {
-        x[r][v].load_global(x_row + static_cast<int64_t>(i) * E * sizeof(X));
+        x[r][v].template load_global<Streaming>(x_row + static_cast<int64_t>(i) * E * sizeof(X));
       } else {
         x[r][v].zero();
       }
@@ -56,7 +58,9 @@ __global__ void __launch_bounds__(Threads, Blocks) forward_rows(const Forward a,
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const int i = threadIdx.x + v * blockDim.x;
-        if (r < count && i < vectors) branch[r][v].load_global(branch_row + static_cast<int64_t>(i) * E * sizeof(Y));
+        if (r < count && i < vectors) {
+          branch[r][v].template load_global<Streaming>(branch_row + static_cast<int64_t>(i) * E * sizeof(Y));
+        }
       }
     }
     const bool gated = a.gate.data != nullptr;

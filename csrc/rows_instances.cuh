@@ -14,21 +14,34 @@ template <typename X, typename Y, bool Residual, bool PerToken>
 cudaError_t forward_form(const Forward& a, const Problem& p, const ForwardChoice& c) {
   constexpr bool kMore = sizeof(X) != sizeof(Y) || Residual || PerToken;
   constexpr int E = kElements<X, Y>;
-#define ADALN_TRY(V, R, THREADS, BLOCKS)                                                           \
-  if (c.vectors == V && c.rows == R && c.threads == THREADS) {                                     \
-    return launch_forward<V, R, Residual, PerToken, THREADS, resident(BLOCKS, kMore), X, Y>(a, p); \
+#define ADALN_TRY(V, R, THREADS, BLOCKS, STREAMING)                                                           \
+  if (c.vectors == V && c.rows == R && c.threads == THREADS) {                                                \
+    return launch_forward<V, R, Residual, PerToken, THREADS, resident(BLOCKS, kMore), STREAMING, X, Y>(a, p); \
   }
-  if constexpr (E == 8) {
-    ADALN_TRY(3, 2, 64, 12)
-    ADALN_TRY(5, 1, 96, 13)
-    ADALN_TRY(5, 1, 128, 8)
-    ADALN_TRY(5, 1, 256, 4)
+  if constexpr (!kMore) {
+    if constexpr (E == 8) {
+      ADALN_TRY(3, 4, 64, 8, false)
+      ADALN_TRY(3, 1, 64, 20, true)
+      ADALN_TRY(3, 2, 128, 6, false)
+      ADALN_TRY(7, 1, 96, 9, true)
+      ADALN_TRY(5, 1, 256, 4, true)
+    } else {
+      ADALN_TRY(3, 2, 128, 5, false)
+      ADALN_TRY(3, 1, 128, 9, true)
+      ADALN_TRY(4, 1, 192, 7, false)
+      ADALN_TRY(4, 1, 320, 4, false)
+    }
+  } else if constexpr (E == 8) {
+    ADALN_TRY(3, 2, 64, 12, true)
+    ADALN_TRY(5, 1, 96, 13, true)
+    ADALN_TRY(5, 1, 128, 8, true)
+    ADALN_TRY(5, 1, 256, 4, true)
   } else {
-    ADALN_TRY(3, 1, 128, 9)
-    ADALN_TRY(4, 1, 192, 7)
-    ADALN_TRY(4, 1, 320, 4)
+    ADALN_TRY(3, 1, 128, 9, true)
+    ADALN_TRY(4, 1, 192, 7, true)
+    ADALN_TRY(4, 1, 320, 4, true)
   }
-  ADALN_TRY(8, 1, 512, 2)
+  ADALN_TRY(8, 1, 512, 2, true)
 #undef ADALN_TRY
   return cudaErrorInvalidConfiguration;
 }
@@ -37,7 +50,7 @@ cudaError_t forward_form(const Forward& a, const Problem& p, const ForwardChoice
 // is computed from it.
 template <typename X, typename Y>
 cudaError_t RowKernels<X, Y>::forward(const Forward& a, const Problem& p) {
-  const ForwardChoice& c = *forward_choice(p);
+  const ForwardChoice& c = *forward_choice(p, a);
   if (!a.residual()) {
     return p.per_token ? forward_form<X, Y, false, true>(a, p, c) : forward_form<X, Y, false, false>(a, p, c);
   }
@@ -66,6 +79,7 @@ cudaError_t RowKernels<X, Y>::backward(const Backward& a, const Problem& p, cons
   ADALN_PLAIN(8, 1, false, 256, 1)
   ADALN_TOKEN(4, 256, 1)
   if constexpr (E == 8) {
+    ADALN_PLAIN(2, 1, true, 96, 5)
     ADALN_PLAIN(2, 2, true, 128, 4)
     ADALN_PLAIN(2, 1, true, 256, 2)
     ADALN_PLAIN(2, 2, false, 320, 1)
@@ -75,8 +89,8 @@ cudaError_t RowKernels<X, Y>::backward(const Backward& a, const Problem& p, cons
     ADALN_TOKEN(2, 256, 2)
     ADALN_TOKEN(3, 256, 2)
   } else {
-    ADALN_PLAIN(2, 1, true, 256, 4)
-    ADALN_PLAIN(3, 1, false, 256, 4)
+    ADALN_PLAIN(3, 1, true, 128, 3)
+    ADALN_PLAIN(3, 1, false, 256, 2)
     ADALN_PLAIN(4, 1, false, 320, 2)
     ADALN_TOKEN(3, 128, 4)
     ADALN_TOKEN(4, 320, 2)

@@ -5,47 +5,60 @@
 
 namespace adaln {
 
-// Columns: row_vectors, vectors a thread, rows a block, threads. Wider rows than the last line's take the scalar
+// Columns: row_vectors, from, vectors a thread, rows a block, threads. Wider rows than the last line's take the scalar
 // kernels.
-constexpr ForwardChoice kForward16[] = {
-    {192, 3, 2, 64}, {480, 5, 1, 96}, {640, 5, 1, 128}, {1280, 5, 1, 256}, {4096, 8, 1, 512}};
-constexpr ForwardChoice kForward32[] = {{384, 3, 1, 128}, {768, 4, 1, 192}, {1280, 4, 1, 320}, {4096, 8, 1, 512}};
+constexpr ForwardChoice kForward16[] = {{192, 24000, 3, 4, 64}, {192, 0, 3, 1, 64},   {384, 0, 3, 2, 128},
+                                        {640, 0, 7, 1, 96},     {1280, 0, 5, 1, 256}, {4096, 0, 8, 1, 512}};
+constexpr ForwardChoice kForward32[] = {
+    {384, 4096, 3, 2, 128}, {384, 0, 3, 1, 128}, {768, 0, 4, 1, 192}, {1280, 0, 4, 1, 320}, {4096, 0, 8, 1, 512}};
+// With two types, a residual or modulations per token, of which a thread holds more.
+constexpr ForwardChoice kForwardMore16[] = {
+    {192, 0, 3, 2, 64}, {480, 0, 5, 1, 96}, {640, 0, 5, 1, 128}, {1280, 0, 5, 1, 256}, {4096, 0, 8, 1, 512}};
+constexpr ForwardChoice kForwardMore32[] = {
+    {384, 0, 3, 1, 128}, {768, 0, 4, 1, 192}, {1280, 0, 4, 1, 320}, {4096, 0, 8, 1, 512}};
 
-// Columns: row_vectors, vectors, rows, keep, threads, resident, blocks_per_sm, stages, cluster. The first line that is
-// wide enough and whose ring fits the device's shared memory counts. Rows narrower than the line's get more blocks, so
-// one layout has a line for each width that wants as many.
-constexpr BackwardChoice kBackward16[] = {{192, 2, 2, true, 128, 4, 4, 2, 2},   {256, 2, 2, true, 128, 4, 4, 2, 2},
-                                          {384, 2, 1, true, 256, 2, 2, 3, 2},   {512, 2, 1, true, 256, 2, 2, 3, 2},
-                                          {640, 2, 2, false, 320, 1, 1, 3, 1},  {768, 3, 2, false, 256, 1, 1, 3, 1},
-                                          {1024, 4, 1, false, 256, 1, 1, 2, 1}, {2048, 8, 1, false, 256, 1, 1, 2, 1}};
-constexpr BackwardChoice kBackward32[] = {{384, 2, 1, true, 256, 4, 3, 2, 2},
-                                          {768, 3, 1, false, 256, 4, 2, 4, 2},
-                                          {1280, 4, 1, false, 320, 2, 2, 2, 2},
-                                          {2048, 8, 1, false, 256, 1, 1, 2, 1}};
+// Columns: row_vectors, from, vectors, rows, keep, threads, resident, blocks_per_sm, stages, cluster. The first line
+// that is wide enough, for so few rows, and whose ring fits the device's shared memory counts. Rows narrower than the
+// line's get more blocks, so one layout has a line for each width that wants as many.
+constexpr BackwardChoice kBackward16[] = {
+    {192, 4096, 2, 1, true, 96, 5, 5, 3, 2}, {192, 0, 2, 2, true, 128, 4, 4, 2, 2},
+    {256, 0, 2, 2, true, 128, 4, 4, 2, 2},   {384, 0, 2, 1, true, 256, 2, 2, 3, 2},
+    {512, 0, 2, 1, true, 256, 2, 2, 3, 2},   {640, 16384, 2, 2, false, 320, 1, 1, 4, 1},
+    {640, 0, 2, 2, false, 320, 1, 1, 3, 1},  {768, 0, 3, 2, false, 256, 1, 1, 3, 1},
+    {1024, 0, 4, 1, false, 256, 1, 1, 2, 1}, {2048, 0, 8, 1, false, 256, 1, 1, 2, 1}};
+constexpr BackwardChoice kBackward32[] = {{384, 0, 3, 1, true, 128, 3, 3, 3, 2},
+                                          {768, 0, 3, 1, false, 256, 2, 2, 4, 1},
+                                          {1280, 0, 4, 1, false, 320, 2, 2, 2, 2},
+                                          {2048, 0, 8, 1, false, 256, 1, 1, 2, 1}};
 // With a residual, whose other operands are read after the barrier.
-constexpr BackwardChoice kResidual16[] = {{192, 2, 1, false, 128, 4, 4, 2, 2},
-                                          {256, 2, 1, false, 128, 4, 4, 2, 2},
-                                          {384, 2, 1, false, 256, 2, 2, 2, 2},
-                                          {768, 3, 1, false, 256, 1, 1, 3, 1},
-                                          {1024, 4, 1, false, 256, 1, 1, 2, 1}};
-constexpr BackwardChoice kResidual32[] = {{384, 2, 1, false, 256, 2, 2, 2, 2},
-                                          {1024, 4, 1, false, 256, 1, 1, 2, 1},
-                                          {1280, 4, 1, false, 320, 1, 1, 2, 1},
-                                          {2048, 4, 1, false, 512, 1, 1, 2, 1}};
+constexpr BackwardChoice kResidual16[] = {{192, 0, 2, 1, false, 128, 4, 4, 2, 2},
+                                          {256, 0, 2, 1, false, 128, 4, 4, 2, 2},
+                                          {384, 0, 2, 1, false, 256, 2, 2, 2, 2},
+                                          {768, 0, 3, 1, false, 256, 1, 1, 3, 1},
+                                          {1024, 0, 4, 1, false, 256, 1, 1, 2, 1}};
+constexpr BackwardChoice kResidual32[] = {{384, 0, 2, 1, false, 256, 2, 2, 2, 2},
+                                          {1024, 0, 4, 1, false, 256, 1, 1, 2, 1},
+                                          {1280, 0, 4, 1, false, 320, 1, 1, 2, 1},
+                                          {2048, 0, 4, 1, false, 512, 1, 1, 2, 1}};
 // With modulations per token: a row of them at a time, and no sums over rows.
-constexpr BackwardChoice kPerToken16[] = {{192, 2, 1, false, 128, 4, 3, 3, 1},
-                                          {384, 2, 1, false, 256, 2, 2, 3, 1},
-                                          {768, 3, 1, false, 256, 2, 1, 3, 1},
-                                          {1024, 4, 1, false, 256, 1, 1, 2, 1}};
-constexpr BackwardChoice kPerToken32[] = {{384, 3, 1, false, 128, 4, 3, 2, 1},
-                                          {1024, 4, 1, false, 256, 1, 1, 2, 1},
-                                          {1280, 4, 1, false, 320, 2, 1, 2, 1},
-                                          {2048, 4, 1, false, 512, 1, 1, 2, 1}};
+constexpr BackwardChoice kPerToken16[] = {{192, 0, 2, 1, false, 128, 4, 3, 3, 1},
+                                          {384, 0, 2, 1, false, 256, 2, 2, 3, 1},
+                                          {768, 0, 3, 1, false, 256, 2, 1, 3, 1},
+                                          {1024, 0, 4, 1, false, 256, 1, 1, 2, 1}};
+constexpr BackwardChoice kPerToken32[] = {{384, 0, 3, 1, false, 128, 4, 3, 2, 1},
+                                          {1024, 0, 4, 1, false, 256, 1, 1, 2, 1},
+                                          {1280, 0, 4, 1, false, 320, 2, 1, 2, 1},
+                                          {2048, 0, 4, 1, false, 512, 1, 1, 2, 1}};
+
+template <typename Choice>
+bool meant_for(const Choice& line, const Problem& p, int row_vectors) {
+  return row_vectors <= line.row_vectors && p.batch * p.rows >= line.from;
+}
 
 template <int N>
-const ForwardChoice* choose(const ForwardChoice (&table)[N], int row_vectors) {
+const ForwardChoice* choose(const ForwardChoice (&table)[N], const Problem& p, int row_vectors) {
   for (const ForwardChoice& line : table) {
-    if (row_vectors <= line.row_vectors) return &line;
+    if (meant_for(line, p, row_vectors)) return &line;
   }
   return nullptr;
 }
@@ -53,7 +66,7 @@ const ForwardChoice* choose(const ForwardChoice (&table)[N], int row_vectors) {
 template <int N>
 Plan choose(const BackwardChoice (&table)[N], const Problem& p, int row_vectors, int row_bytes, const Device& d) {
   for (const BackwardChoice& line : table) {
-    if (row_vectors > line.row_vectors) continue;
+    if (!meant_for(line, p, row_vectors)) continue;
     const Plan plan = make_plan(p, row_vectors, row_bytes, line, d);
     if (plan.fits) return plan;
   }
@@ -65,12 +78,15 @@ template <typename X, typename Y>
 struct RowKernels {
   static constexpr int E = kElements<X, Y>;
 
-  static const ForwardChoice* forward_choice(const Problem& p) {
-    return E == 4 ? choose(kForward32, p.dim / E) : choose(kForward16, p.dim / E);
+  static const ForwardChoice* forward_choice(const Problem& p, const Forward& a) {
+    const auto line = [&](const auto& table) { return choose(table, p, p.dim / E); };
+    if (sizeof(X) != sizeof(Y) || a.residual() || p.per_token)
+      return E == 4 ? line(kForwardMore32) : line(kForwardMore16);
+    return E == 4 ? line(kForward32) : line(kForward16);
   }
   static bool forward_fits(const Problem& p, const Forward& a) {
     return vectorizable(a.x, p, E) && vectorizable(a.y, p, E) && vectorizable(a.shift) && vectorizable(a.scale) &&
-           a.shift.type == a.scale.type && vectorizable(a.gate) && forward_choice(p) != nullptr;
+           a.shift.type == a.scale.type && vectorizable(a.gate) && forward_choice(p, a) != nullptr;
   }
 
   // `fits` is false where the row kernels cannot take the problem.

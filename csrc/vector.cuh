@@ -50,10 +50,12 @@ struct alignas(16) Pack {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) word[i] = static_cast<const uint4*>(p)[i];
   }
-  // Rows are read once: do not let them displace the modulation in L1.
+  // Streaming: evicted first, as rows are read once.
+  template <bool Streaming>
   __device__ __forceinline__ void load_global(const void* p) {
+    const uint4* const words = static_cast<const uint4*>(p);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) word[i] = __ldcs(static_cast<const uint4*>(p) + i);
+    for (int i = 0; i < kWords; ++i) word[i] = Streaming ? __ldcs(words + i) : words[i];
   }
   __device__ __forceinline__ void store(void* p) const {
 #pragma unroll

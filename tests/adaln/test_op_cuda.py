@@ -59,6 +59,19 @@ def test_rows_that_no_block_divides(impl, rows):
     assert_close(differentiate(layer_norm_modulate, inputs, impl=impl), exact(inputs), BARS[torch.bfloat16])
 
 
+@pytest.mark.parametrize("dim", [1536, 5120])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [24_001, 24_003])
+def test_a_row_does_not_depend_on_how_many_there_are(impl, dtype, dim, rows):
+    """Many rows take another layout than a few; outputs and dx keep every bit, to the last row."""
+    inputs = op_cases.make((1, rows, dim), "cuda", dtype)
+    whole = differentiate(layer_norm_modulate, inputs, impl=impl)
+    for some in (slice(0, 1000), slice(rows - 1000, rows)):
+        few = op_cases.Inputs(*(t[:, some].contiguous() if t.shape[1] == rows else t for t in inputs))
+        got = differentiate(layer_norm_modulate, few, impl=impl)
+        assert torch.equal(got.y, whole.y[:, some]) and torch.equal(got.dx, whole.dx[:, some])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 8])
 def test_unaligned_pointers(impl, dtype, offset):

@@ -35,10 +35,12 @@ def test_contract():
     full = [c.key for c in loss_parity.cases("full", GPU) if c.key["corpus"] == "moving-shapes"]
     assert len({k["seed"] for k in full}) >= 3 and len({k["samples"] for k in full}) == 1
     order = [(k["policy"], k["adaln"], k["weighting"]) for k in full]
-    assert order == [v for v in loss_parity.VARIANTS for _ in loss_parity.SEEDS], (
-        "a run cut short has whole comparisons"
-    )
-    assert sum(c.seconds for c in loss_parity.cases("full", GPU) if c.key["corpus"] == "moving-shapes") <= 240
+    first = [v for v in loss_parity.VARIANTS for _ in loss_parity.SEEDS]
+    assert order[: len(first)] == first, "a run cut short has whole comparisons"
+    seeds = {v: {k["seed"] for k, of in zip(full, order, strict=True) if of == v} for v in loss_parity.VARIANTS}
+    claimed = (loss_parity.BASELINE, loss_parity.ADAPTIVELOAD)
+    assert all(len(seeds[v]) > len(loss_parity.SEEDS) for v in claimed), "what T5 compares has more of them"
+    assert sum(c.seconds for c in loss_parity.cases("full", GPU)) <= 540
     assert loss_parity.cases("full", CPU) == []
 
 
@@ -50,7 +52,7 @@ def test_every_bucket_has_whole_micro_batches_of_the_budget():
 def test_differences_are_paired_by_seed():
     """Seeds differ by far more than variants, which costs nothing."""
     table = rows(lambda v, seed: (0.4 + 0.1 * seed) * (1.01 if v == loss_parity.ADAPTIVELOAD else 1.0))
-    assert loss_parity.differences(table, loss_parity.ADAPTIVELOAD) == pytest.approx([1.0] * 3)
+    assert loss_parity.differences(table, loss_parity.ADAPTIVELOAD) == pytest.approx([1.0] * 8)
     (e,) = loss_parity.evidence(table)
     assert (e.claim, e.kind) == ("T5", "measured") and e.value == pytest.approx(1.0)
     assert e.treated / e.baseline == pytest.approx(1.01)
@@ -62,7 +64,7 @@ def test_differences_are_paired_by_seed():
 def test_a_worse_or_uncertain_loss_is_no_equivalence():
     worse = rows(lambda v, seed: 0.5 * (1.05 if v == loss_parity.ADAPTIVELOAD else 1.0))
     assert judge(BY_ID["T5"], loss_parity.evidence(worse)[0])[0] == "not reproduced"
-    noisy = rows(lambda v, seed: 0.5 * (1 + 0.03 * (seed - 1) * (v == loss_parity.ADAPTIVELOAD)))
+    noisy = rows(lambda v, seed: 0.5 * (1 + 0.1 * (-1) ** seed * (v == loss_parity.ADAPTIVELOAD)))
     assert judge(BY_ID["T5"], loss_parity.evidence(noisy)[0])[0] == "ambiguous"
 
 
