@@ -188,7 +188,10 @@ class Checkpoints:
                 _check_state(about)
                 checkpoint_index.check(path, _ABOUT)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{path} is no checkpoint: {type(error).__name__}: {error}; remove that folder to go on from the one "
+                "before"
+            ) from error
         if version != FORMAT:
             raise CheckpointError(f"{path} has checkpoint format {version}, this reads {FORMAT}")
         different = [f"{k} {of.get(k)} (here {model.get(k)})" for k in {**of, **model} if of.get(k) != model.get(k)]

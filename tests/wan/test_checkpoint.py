@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 from torch.multiprocessing import ProcessExitedException
 
+from repro.wan import checkpoint_index
 from repro.wan.checkpointing import CheckpointError, Checkpoints
 from tests.wan import checkpoint_ranks, ranks
 from tests.wan.checkpoint_ranks import SAMPLES
 
 STEPS = 8
+TO_GO_ON = "; remove that folder to go on from the one before$"
 
 
 def records(folder, tag, ranks_=2):
@@ -84,8 +87,17 @@ def test_a_full_disk_ends_the_run_on_all_ranks_and_costs_only_what_came_after(tm
 @pytest.mark.parametrize("about", ["[]", '{"format": 1, "model": 3}', '{"format": 1}', "{"])
 def test_a_damaged_description_is_said(tmp_path, about):
     (tmp_path / "about.json").write_text(about)
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: \w+Error"):
+    with pytest.raises(CheckpointError, match=rf"is no checkpoint: \w+Error: .*{TO_GO_ON}"):
         Checkpoints.read_about(None, tmp_path, {})
+
+
+def test_missing_digests_are_said_and_what_to_do(tmp_path, undisturbed):
+    newest = shutil.copytree(undisturbed / "checkpoints" / "step-00000008", tmp_path / "step-00000008")
+    model = json.loads((newest / "about.json").read_text())["model"]
+    assert Checkpoints.read_about(None, newest, model)["step"] == 8
+    (newest / checkpoint_index.DIGESTS).unlink()
+    with pytest.raises(CheckpointError, match=rf"step-00000008 is no checkpoint: .*digests\.json.*{TO_GO_ON}"):
+        Checkpoints.read_about(None, newest, model)
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path, undisturbed):
