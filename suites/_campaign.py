@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from repro.balance.campaign import FULL, SMOKE, UNITS, Campaign, Effort, Outcome, Setting, campaign
 from repro.balance.memory import fit_memory, state_bytes
@@ -65,6 +64,8 @@ def interval(samples: npt.ArrayLike) -> Interval:
 
     Raises ValueError for fewer than two samples.
     """
+    from scipy import stats
+
     values = np.asarray(samples, np.float64)
     if values.size < 2:
         raise ValueError(f"an interval over seeds needs at least two of them, got {values.size}")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares
 
 from repro.balance import whole
 from repro.balance.cost import UNIT, Floats, MeasuredCost, PowerCost, QuadraticCost, Range, TableCost
@@ -269,6 +268,7 @@ def _solve(
     upper: Sequence[float],
 ) -> list[float]:
     """Parameters that minimise the squared relative error of `model`."""
+    from scipy.optimize import least_squares  # takes a quarter of a second, and most commands fit nothing
 
     def relative_error(x: Floats) -> Floats:
         return model(x) / seconds - 1

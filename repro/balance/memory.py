@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from repro.balance import whole
 from repro.balance.cost import Floats
@@ -196,6 +195,8 @@ def memory_limit(
 
 def _nnls(columns: list[Floats], target: Floats, scale: Floats) -> list[float]:
     """Non-negative coefficients that minimise the squares of (columns @ x - target) / scale."""
+    from scipy.optimize import nnls
+
     design = np.stack(columns, axis=1) / scale[:, None]
     size = np.abs(design).max(axis=0)  # columns of like size: bytes per token and bytes per block are far apart
     x, _ = nnls(design / size, target / scale)
