@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -18,18 +20,17 @@ from tests.faults.moments_train import EVERY, Train
 PATIENCE = ("--timeout", "12")
 """More than a busy machine takes from one exchange of the ranks to the next."""
 FULL = "could not be written: No space left on device"
-FAULTS = (
-    # fault, and of both ranks the exit code and what its one line says
-    ("dies", (1, r"no word from rank 1: killed, hanging or cut off"), (-signal.SIGKILL, "")),
-    ("hangs", (1, r"no word from rank 1: killed, hanging or cut off"), (-signal.SIGKILL, "")),
-    (
-        "runs_out_of_memory",
+FAULTS = {
+    # of both ranks the exit code and what its one line says
+    "dies": ((1, r"no word from rank 1: killed, hanging or cut off"), (-signal.SIGKILL, "")),
+    "hangs": ((1, r"no word from rank 1: killed, hanging or cut off"), (-signal.SIGKILL, "")),
+    "runs_out_of_memory": (
         (1, r"rank 1 ended: out of memory, give a smaller --m-mem: "),
         (1, r"rank 1: out of memory, give a smaller --m-mem: .*can't allocate memory"),
     ),
-    ("cannot_log", (1, rf"rank 0: .*steps\.csv {FULL}"), (0, "")),
-    ("has_a_full_disk", (1, r"step-\d+ could not be written"), (1, r"step-\d+ could not be written")),
-)
+    "cannot_log": ((1, rf"rank 0: .*steps\.csv {FULL}"), (0, "")),
+    "has_a_full_disk": ((1, r"step-\d+ could not be written"), (1, r"step-\d+ could not be written")),
+}
 
 
 def free_port() -> int:
@@ -62,21 +63,30 @@ def saved(folder: Path) -> int:
     return max(found)
 
 
-@pytest.mark.slow
-def test_ranks_end_together_and_say_why_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def run_through(folder: Path, faults: Sequence[str]) -> None:
+    """Runs that go on one from the other, each of which ends with a fault, and a last one without any."""
+    folder.mkdir()
     options = ("--steps", "100", "--save-every", "1")
     before = 0
-    for fault, *expected in FAULTS:
-        ended = run(tmp_path, fault, *options, *(PATIENCE if fault == "hangs" else ()))
-        for one, (code, told) in zip(ended, expected, strict=True):
+    for fault in faults:
+        ended = run(folder, fault, *options, *(PATIENCE if fault == "hangs" else ()))
+        for one, (code, told) in zip(ended, FAULTS[fault], strict=True):
             errors = [line for line in one.said.splitlines() if line.startswith("error: ")]
             assert one.code == code and len(errors) == bool(told), (fault, one)
             assert re.search(told, "".join(errors)) and "Traceback" not in one.said, (fault, one)
         assert f"after {before} steps" in ended[0].said or not before, (fault, ended[0])
-        assert saved(tmp_path) > before, fault
-        before = saved(tmp_path)
-    assert [one.code for one in run(tmp_path, "", "--steps", str(before + 1), "--save-every", "1")] == [0, 0]
-    assert saved(tmp_path) == before + 1
+        assert saved(folder) > before, fault
+        before = saved(folder)
+    last = run(folder, "", "--steps", str(before + 1), "--save-every", "1")
+    assert [one.code for one in last] == [0, 0] and f"after {before} steps" in last[0].said, last
+    assert saved(folder) == before + 1
+
+
+@pytest.mark.slow
+def test_ranks_end_together_and_say_why_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    at_work = [fault for fault in FAULTS if fault != "hangs"]  # while PATIENCE runs out on the other two ranks
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run_through, (tmp_path / "at_work", tmp_path / "waiting"), (at_work, ["hangs"])))
 
 
 def test_a_calibration_that_cannot_be_written_down_stops_all_ranks(tmp_path: Path) -> None:
