@@ -156,7 +156,7 @@ def picture(figure: matplotlib.figure.Figure, kind: str) -> bytes:
     """The figure as svg, png or pdf; the same figure gives the same bytes. Call it inside `style.context()`."""
     if (engine := figure.get_layout_engine()) is not None:
         engine.execute(figure)  # once, whatever the number of files
-        figure.set_layout_engine("none")
+        figure.set_layout_engine(None)  # under "none" every file would be drawn twice
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, metadata=_METADATA[kind])
     return buffer.getvalue()
