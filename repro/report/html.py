@@ -6,6 +6,7 @@ The page asks browsers to load nothing but what it holds (Content-Security-Polic
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections import Counter
@@ -126,6 +127,7 @@ def render(
     )
 
 
+@functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),

@@ -91,11 +91,33 @@ class Checkout:
         return CliRunner().invoke(app, [*arguments, "--results", str(self.results)])
 
 
+@pytest.fixture(scope="session")
+def draw_claims(tmp_path_factory):
+    """What draws and writes the overview of the claims, the same claims only once: most runs here leave all open."""
+    from repro.records import files
+    from repro.report import draw
+
+    real, known = draw.draw_claims, {}
+
+    def once(rows, folder, others=()):
+        if (key := repr((rows, others))) not in known:
+            made = tmp_path_factory.mktemp("claims")
+            drawn = real(rows, made, others)
+            known[key] = drawn, {p.name: p.read_bytes() for p in made.iterdir()}
+        drawn, written = known[key]
+        for name, content in written.items():
+            files.replace(folder / name, content)
+        return drawn
+
+    return once
+
+
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
+def checkout(tmp_path, monkeypatch, draw_claims):
     import repro.all
     import suites
 
+    monkeypatch.setattr(repro.all.draw, "draw_claims", draw_claims)
     # rich wraps at the width that it sees when the console is made
     monkeypatch.setattr(repro.all.console, "_width", 200)
     made = Checkout(tmp_path)
