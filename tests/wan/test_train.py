@@ -146,7 +146,7 @@ def test_weights_are_taken_from_a_folder(tmp_path):
 def test_on_a_cpu_no_micro_batch_exceeds_the_longest_sample_unless_asked(tmp_path):
     """48,000 tokens, GPUs' default, would be 12,000 of the smallest images with 50 GB of text."""
     options = [o for o in TINY if o not in ("--m-mem", "256")]
-    for more in ([], ["--calibrate", "3"]):
+    for more in ([], ["--calibrate", "0.001"]):
         out = tmp_path / str(len(more))
         done = CliRunner().invoke(train.app, [*options, "--out", str(out), "--steps", "2", *more])
         assert done.exit_code == 0 and "batch 45\n" in done.output, done.output
@@ -195,12 +195,12 @@ def test_what_cannot_fit_is_refused_before_anything_is_measured(tmp_path, option
 
 
 def test_calibrate_and_train_in_one_command(tmp_path):
-    options = ["--calibrate", "0.001", "--mode", "adaptiveload", "--steps"]
+    options = ["--calibrate", "0.001", "--mode", "adaptiveload", "--m-mem", "180", "--steps"]
     done = run(tmp_path, *options, "2")
     assert done.exit_code == 0, done.output
     assert "shapes measured by this run; held-out error" in done.output and "batch 1\n" in done.output
     assert "measuring for about 0.001 minutes" in done.output and re.search(r"fitted, in seconds: \S+ \+ ", done.output)
-    assert re.search(r"M_mem 256 tokens, M_comp \S+ tokens\^p, p \d", done.output)
+    assert re.search(r"M_mem 180 tokens, M_comp \S+ tokens\^p, p \d", done.output)
     measured = (tmp_path / "calibration.csv").read_text()
     again = run(tmp_path, *options, "4")
     assert again.exit_code == 0 and "dealt anew" not in again.output, "no new measurement, so the same schedule"
