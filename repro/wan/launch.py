@@ -36,6 +36,8 @@ lie rows, schedules and intervals, a second or two, which must not cost an engin
 START_SECONDS = 120.0
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.02
+_DEATH_SECONDS = 0.5
+"""What a process may take to end after its connections are cut, on a busy machine."""
 
 
 class RanksError(RuntimeError):
@@ -117,6 +119,7 @@ class Ranks:
                     continue
                 answer = json.loads(self._store.get(f"answer/{number}/{r}"))
                 if "error" in answer:
+                    self._look_for_killed()
                     if self._leader is not None and (told := self._leader.ended(self._group, failed=True)) is not None:
                         raise RanksError(told)
                     raise RanksError(f"rank {r}: {answer['raised']}: {answer['error']}", answer["raised"])
@@ -126,6 +129,15 @@ class Ranks:
                 here = next((child for child in self._children if child.rank == rank), None)
                 told = here.last_lines() if here is not None else "it lives on another node"
                 raise RanksError(f"rank {rank} was not done with {call} in time: {told}")
+            time.sleep(_POLL_SECONDS)
+
+    def _look_for_killed(self) -> None:
+        """Raise RanksError where a signal ends a rank of this machine: others may notice before that is seen here."""
+        until = time.monotonic() + _DEATH_SECONDS
+        while time.monotonic() < until:
+            for child in self._children:
+                if (child.poll() or 0) < 0:
+                    raise RanksError(child.told())
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:

@@ -44,6 +44,21 @@ def test_what_goes_wrong_is_named_and_ends_all_of_them(two, call, arguments, sec
     assert not two.alive and all(child.returncode is not None for child in children)
 
 
+def test_a_death_is_told_though_another_rank_noticed_first(two, monkeypatch):
+    child, waited = two._children[0], []
+    poll = child.poll
+
+    def late():
+        if waited:
+            return poll()
+        two._store.wait(["answer/1/1"])  # what the rank says that has lost the other one
+        return waited.append(True)
+
+    monkeypatch.setattr(child, "poll", late)
+    with pytest.raises(RanksError, match="rank 0 ended with code -9: last words"):
+        two.ask(f"{HERE}:die", {"rank": 0}, 60)
+
+
 def test_ranks_are_shared_until_others_are_wanted_and_end_when_idle(monkeypatch):
     monkeypatch.setattr(launch, "IDLE_SECONDS", 600.0)
     first = launch.ranks(1, "cpu")
