@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -91,33 +92,32 @@ class Checkout:
         return CliRunner().invoke(app, [*arguments, "--results", str(self.results)])
 
 
-@pytest.fixture(scope="session")
-def draw_claims(tmp_path_factory):
-    """What draws and writes the overview of the claims, the same claims only once: most runs here leave all open."""
+def once(draw_claims):
+    """`draw_claims`, which draws the same claims only once: most runs here leave all of them open."""
     from repro.records import files
-    from repro.report import draw
 
-    real, known = draw.draw_claims, {}
-
-    def once(rows, folder, others=()):
-        if (key := repr((rows, others))) not in known:
-            made = tmp_path_factory.mktemp("claims")
-            drawn = real(rows, made, others)
-            known[key] = drawn, {p.name: p.read_bytes() for p in made.iterdir()}
-        drawn, written = known[key]
+    def write(rows, folder, others=()):
+        if (key := repr((rows, others))) not in _drawn:
+            with tempfile.TemporaryDirectory() as made:
+                figures = draw_claims(rows, Path(made), others)
+                _drawn[key] = figures, {p.name: p.read_bytes() for p in Path(made).iterdir()}
+        figures, written = _drawn[key]
         for name, content in written.items():
             files.replace(folder / name, content)
-        return drawn
+        return figures
 
-    return once
+    return write
+
+
+_drawn = {}
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch, draw_claims):
+def checkout(tmp_path, monkeypatch):
     import repro.all
     import suites
 
-    monkeypatch.setattr(repro.all.draw, "draw_claims", draw_claims)
+    monkeypatch.setattr(repro.all.draw, "draw_claims", once(repro.all.draw.draw_claims))
     # rich wraps at the width that it sees when the console is made
     monkeypatch.setattr(repro.all.console, "_width", 200)
     made = Checkout(tmp_path)
