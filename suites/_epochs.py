@@ -38,6 +38,9 @@ SMALL, LARGE = ("wan-1.3b", 6), (assumptions.MODEL, 2)
 """Models and their blocks. What decides claims has the width that they assume; the small one leaves fewer GPUs, which
 decide less, the time for more cells."""
 
+MOST_PASSES, PASSES_SECONDS = 3, 0.5
+"""Of a solo time: as many passes as take so long, since the host, which short ones wait for, is less even."""
+
 FEWEST_STEPS = 3
 """Steps below which nothing is said about their correlation."""
 
@@ -90,14 +93,23 @@ def policy(setting: Setting, corpus: Corpus, known: Costs) -> policies.Policy:
     )
 
 
-def question(schedule: Schedule, solo: Sequence[tuple[int, int]], engine: Mapping[str, Any]) -> dict[str, Any]:
+def passes(seconds: float) -> int:
+    """Passes that the solo time of a shape is the median of, which takes about so long."""
+    return min(MOST_PASSES, max(1, round(PASSES_SECONDS / seconds)))
+
+
+def question(
+    schedule: Schedule, solo: Sequence[tuple[int, int]], cost: MeasuredCost, engine: Mapping[str, Any]
+) -> dict[str, Any]:
     """Arguments of `repro.wan.probing_epoch:epoch`. engine: those of `repro.wan.probing.Setting`."""
+    buckets, batch = np.array(solo).T
+    seconds = cost.seconds(batch, schedule.corpus.tokens[buckets])
     place = {shape: k for k, shape in enumerate(schedule.corpus.shapes)}
     return {
         "setting": dict(engine),
         "shapes": [[s.frames, s.height, s.width] for s in schedule.corpus.shapes],
         "bucket_of": schedule.corpus.bucket_of.tolist(),
-        "solo": [list(cell) for cell in solo],
+        "solo": [[*cell, passes(float(s))] for cell, s in zip(solo, seconds, strict=True)],
         "steps": [
             [[[place[m.shape], m.sample_ids, m.weights] for m in of_rank] for of_rank in step.ranks]
             for step in schedule

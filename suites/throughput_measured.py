@@ -70,7 +70,7 @@ ENGINES: tuple[tuple[str, Sync], ...] = (
 WORST = {"fused": ("dual_constraint", "balanced"), "eager": ("equal_token",), "wan": ()}
 """Policies measured on the worst mix, by AdaLN: the two sides of T3, and ours."""
 PASSES = 3
-"""Of a solo time, its warm-up included: for estimates."""
+"""Of a calibrated solo time, its warm-up included: for estimates."""
 
 
 def cases(profile: Profile, machine: Machine) -> list[Case]:
@@ -95,7 +95,7 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
-    """One epoch on all ranks, with solo times of its shapes that the engine has not met yet."""
+    """One epoch on all ranks, with solo times of its shapes among its steps."""
     from repro.measure import stack_time
     from repro.wan import launch
 
@@ -108,10 +108,11 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
         call = "solo_times"
         arguments: dict[str, Any] = {"setting": engine, "shapes": shapes}
     else:
-        policy = _epochs.policy(setting, corpus, _costs(inputs, layers))
+        costs = _costs(inputs, layers)
+        policy = _epochs.policy(setting, corpus, costs)
         schedule = policy.schedule(corpus, setting.layout)
         solo = _epochs.wanted(schedule, setting)
-        call, arguments = "epoch", _epochs.question(schedule, solo, engine)
+        call, arguments = "epoch", _epochs.question(schedule, solo, costs.table, engine)
     stack_time.free()  # another suite's, in this process
     try:
         ranks = launch.ranks(setting.ranks, "cuda" if machine.has_gpu else "cpu")
@@ -164,7 +165,8 @@ def _settings(start: Setting) -> Iterator[Setting]:
         published[adaln, sync] = at
     first, second, *others = ENGINES
     if start.ranks >= _epochs.CLAIMED_RANKS:  # both sides of a claim before all else, though an engine is made twice
-        yield from [*published[first], *published[second], *even[second], *even[first]]
+        *decide, beside = published[first]
+        yield from [*decide, *published[second], *even[second], *even[first], beside]
     else:
         yield from [*even[first], *published[first], *published[second], *even[second]]
     for engine in others:
@@ -179,7 +181,7 @@ def _alone(start: Setting) -> Iterator[Setting]:
 def _seconds(setting: Setting, layers: int, known: dict[tuple[str, str], set[tuple[int, int]]]) -> float:
     """Estimate on H200s: blocks at 430 TFLOP/s or launch-bound, ranks busy for 85% or 65%, 60 ms an update.
 
-    known: shapes whose solo times the engine at hand has; kept up to date.
+    known: shapes that the engine at hand has run; kept up to date.
     """
     corpus, ranks = _corpus(setting), setting.ranks
     tokens, full = corpus.tokens, np.maximum(1, setting.token_budget // corpus.tokens)
@@ -194,15 +196,15 @@ def _seconds(setting: Setting, layers: int, known: dict[tuple[str, str], set[tup
     of_engine = known.setdefault(engine, set())
     if setting.policy == CALIBRATION:
         wanted = {(b, int(tokens[k])) for k, b in _epochs.calibration_shapes(corpus, *_limits(setting))}
-        epoch = 0.0
+        work = PASSES * sum(once(*shape) for shape in sorted(wanted))
     else:
         wanted = {(max(1, limit // s), s) for limit in _limits(setting) for s in tokens.tolist()}
         micro_batches = corpus.counts / full / ranks
-        epoch = sum(n * (once(b, s) / busy + 0.06) for n, b, s in zip(micro_batches, full, tokens, strict=True))
-    solo = sum((PASSES * once(*shape) for shape in sorted(wanted - of_engine)), 0.0)
-    if setting.policy != CALIBRATION:  # a first epoch measures after its steps, whatever was measured before them
-        of_engine |= wanted
-    return round(float(begins + solo + epoch), 1)
+        work = sum(n * (once(b, s) / busy + 0.06) for n, b, s in zip(micro_batches, full, tokens, strict=True))
+        work += sum(_epochs.passes(once(*shape)) * once(*shape) for shape in sorted(wanted))
+        work += sum(once(*shape) for shape in sorted(wanted - of_engine))  # run once before the steps
+    of_engine |= wanted
+    return round(float(begins + work), 1)
 
 
 def _limits(setting: Setting) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""What suites have ranks do (`repro.wan.launch`) with a whole epoch: solo times of its shapes, then its steps.
+"""What suites have ranks do (`repro.wan.launch`) with a whole epoch: its steps, and among them its shapes' solo times.
 
 Solo times are those of a shape that all ranks take at once, so that nobody waits for anybody. Taken on the engine that
-then takes the steps, they are what a simulator can be held against. Functions take and return what JSON holds; an
-engine stays with the ranks until another one is asked for, and so do its solo times.
+takes the steps, they are what a simulator can be held against. Functions take and return what JSON holds; an engine
+stays with the ranks until another one is asked for.
 """
 
 from __future__ import annotations
@@ -28,23 +28,18 @@ from repro.wan.samples import FlowLosses
 from repro.wan.synthetic import SyntheticSamples
 
 REPEATS = 2
-"""Solo passes of a shape, after one that makes workspaces and grows the allocator's pool, so that no step has to."""
+"""Passes of a shape outside an epoch, after one that makes workspaces and grows the allocator's pool."""
 UPDATES = 4
 """Whole steps from which the time of an update is taken, after one that makes the optimizer's state."""
 
 
 @dataclass
 class Kept:
-    """An engine with solo times by (shape, batch), seconds a pass, and what a step takes beside its passes.
-
-    warm: shapes that the engine has run. settled: whether it has trained for an epoch, and solo times are of after it.
-    """
+    """An engine, the (shape, batch) that it has run, and what a step takes beside its passes."""
 
     setting: Setting
     engine: Engine
-    solo: dict[tuple[Shape, int], list[float]] = field(default_factory=dict)
     warm: set[tuple[Shape, int]] = field(default_factory=set)
-    settled: bool = False
     update: list[float] = field(default_factory=list)
     steps: int = 0
 
@@ -58,7 +53,12 @@ def solo_times(world: World, *, setting: dict[str, Any], shapes: Sequence[tuple[
     Returns `passes`, of each shape the seconds of every counted forward and backward pass on the slowest rank.
     """
     kept = keep(Setting(**setting), world)
-    return {"passes": [_solo(kept, world, Shape(*shape), batch) for shape, batch in shapes]}
+    found = []
+    for frames_height_width, batch in shapes:
+        shape = Shape(*frames_height_width)
+        _warm(kept, world, shape, batch)
+        found.append([_pass(kept, world, shape, batch) for _ in range(REPEATS)])
+    return {"passes": found}
 
 
 def epoch(
@@ -67,42 +67,44 @@ def epoch(
     setting: dict[str, Any],
     shapes: Sequence[Triple],
     bucket_of: Sequence[int],
-    solo: Sequence[tuple[int, int]],
+    solo: Sequence[tuple[int, int, int]],
     steps: Sequence[Sequence[Sequence[tuple[int, Sequence[int], Sequence[float]]]]],
 ) -> dict[str, Any]:
-    """Solo times and the trainer's optimizer steps of a schedule.
+    """The trainer's optimizer steps of a schedule, and solo times of its shapes.
 
-    On two H200s samples of 46,800 tokens took 5% longer in steps than in passes before the steps, short ones did not:
-    as where a GPU at its power limit clocks lower once it is warm. So shapes are run before the first epoch of an
-    engine, that nothing is new to its steps, and their solo times are taken after it.
+    On two H200s samples of 46,800 tokens took 5% longer in steps than in passes before the steps, and 6% less than in
+    passes after them: the longer a GPU at its power limit is busy without a rest, the lower it clocks. So every shape
+    is run before the first step, that nothing is new to the steps, and its counted passes are spread among them.
 
-    shapes: of the corpus' buckets. bucket_of: [N]. solo: (bucket, batch) to measure. steps: [T][R][M] of (bucket,
-    sample ids, weights). Returns `passes` as `solo_times` does; `update`, what steps take beside the passes of their
+        shapes: of the corpus' buckets. bucket_of: [N]. solo: (bucket, batch, passes) to measure. steps: [T][R][M] of
+    (bucket, sample ids, weights). Returns `passes` as `solo_times` does; `update`, what steps take beside the passes of their
     micro-batches (clipping, AdamW, what ranks tell each other), s; `wall` [T], seconds of the slowest rank, device
     idle at both ends; `seconds` and `wait` [T][R], a rank's forward, backward and clipping, and its part of that spent
     waiting for others; `peak_bytes` [T][R], -1 on CPUs.
     """
     kept = keep(Setting(**setting), world)
     buckets = tuple(Shape(*s) for s in shapes)
-    for k, batch in solo:
-        (_solo if kept.settled else _warm)(kept, world, buckets[k], batch)
+    for k, batch, _ in solo:
+        _warm(kept, world, buckets[k], batch)
     if not kept.update:  # on many samples of few tokens, behind whose passes the host can hide
-        k, batch = max(solo, key=lambda cell: cell[1])
+        k, batch, _ = max(solo, key=lambda cell: cell[1])
         kept.update = _updates(kept, world, buckets[k], batch)
     samples = SyntheticSamples(_corpus(buckets, bucket_of))
     kept.engine.losses = FlowLosses(samples, FlowMatching(), world.device)
     walls: list[float] = []
     ranks = []
-    for of_ranks in steps:
+    passes: list[list[float]] = [[] for _ in solo]
+    among = in_rounds([count for *_, count in solo])
+    for t, of_ranks in enumerate(steps):
         own = [MicroBatch(buckets[k], tuple(ids), tuple(weights)) for k, ids, weights in of_ranks[world.rank]]
         wall, result = step(kept, world, own)
         walls.append(wall)
         ranks.append(result.ranks)
-    if not kept.settled:
-        kept.solo.clear()
-        kept.settled = True
+        for i in among[t * len(among) // len(steps) : (t + 1) * len(among) // len(steps)]:
+            k, batch, _ = solo[i]
+            passes[i].append(_pass(kept, world, buckets[k], batch))
     return {
-        "passes": [_solo(kept, world, buckets[k], batch) for k, batch in solo],
+        "passes": passes,
         "update": kept.update,
         "wall": slowest(walls),
         "seconds": [[r.seconds for r in of_step] for of_step in ranks],
@@ -128,30 +130,26 @@ def _drop() -> None:
 probing.ON_FREE.append(_drop)
 
 
-def _solo(kept: Kept, world: World, shape: Shape, batch: int) -> list[float]:
-    """Seconds of each counted pass of the slowest rank; recalled where it was measured on this engine already."""
-    _warm(kept, world, shape, batch)
-    if (shape, batch) not in kept.solo:
-        kept.solo[shape, batch] = _passes(kept, world, shape, batch, REPEATS)
-    return kept.solo[shape, batch]
+def in_rounds(counts: Sequence[int]) -> list[int]:
+    """Index i counts[i] times, in rounds: all that are left once, then again."""
+    return [i for r in range(max(counts, default=0)) for i, count in enumerate(counts) if r < count]
 
 
 def _warm(kept: Kept, world: World, shape: Shape, batch: int) -> None:
     if (shape, batch) not in kept.warm:
-        _passes(kept, world, shape, batch, 1)
+        _pass(kept, world, shape, batch)
         kept.warm.add((shape, batch))
 
 
-def _passes(kept: Kept, world: World, shape: Shape, batch: int, count: int) -> list[float]:
+def _pass(kept: Kept, world: World, shape: Shape, batch: int) -> float:
+    """Seconds of one forward and backward pass of the slowest rank."""
     losses, micro_batch = alone(world, shape, batch)
-    passes = []
-    for _ in range(count):
-        slowest([0.0])  # ranks start together
-        kept.engine.clock.start()
-        kept.engine.gradients([micro_batch], losses=losses)
-        passes.append(kept.engine.clock.stop()[0])
-        kept.engine.optimizer.zero_grad()
-    return slowest(passes)
+    slowest([0.0])  # ranks start together
+    kept.engine.clock.start()
+    kept.engine.gradients([micro_batch], losses=losses)
+    took = kept.engine.clock.stop()[0]
+    kept.engine.optimizer.zero_grad()
+    return slowest([took])[0]
 
 
 def _updates(kept: Kept, world: World, shape: Shape, batch: int) -> list[float]:
@@ -159,7 +157,7 @@ def _updates(kept: Kept, world: World, shape: Shape, batch: int) -> list[float]:
     losses, micro_batch = alone(world, shape, batch)
     kept.engine.losses = losses
     took = [step(kept, world, [micro_batch])[0] for _ in range(1 + UPDATES)]
-    passes = statistics.median(_solo(kept, world, shape, batch))
+    passes = statistics.median(_pass(kept, world, shape, batch) for _ in range(REPEATS))
     return [max(0.0, wall - passes) for wall in slowest(took)[1:]]
 
 

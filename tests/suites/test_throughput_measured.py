@@ -51,7 +51,7 @@ class Ranks:
         own = [[[seconds(len(ids), shapes[k], adaln) for k, ids, _ in r] for r in s] for s in arguments["steps"]]
         walls = [max(map(sum, s)) if sync == "step" else sum(map(max, zip(*s, strict=True))) for s in own]
         return {
-            "passes": [[seconds(b, shapes[k], adaln)] * 2 for k, b in arguments["solo"]],
+            "passes": [[seconds(b, shapes[k], adaln)] * count for k, b, count in arguments["solo"]],
             "update": [UPDATE] * 3,
             "wall": [self.slower * (w + UPDATE) for w in walls],
             "seconds": [[w] * len(s) for w, s in zip(walls, own, strict=True)],
@@ -114,9 +114,9 @@ def test_contract():
         assert {c.key["ranks"] for c in throughput_measured.cases("smoke", gpus(count))} == {count}, "a GPU each"
 
 
-def test_what_is_asked_of_two_gpus_is_decided_by_the_cases_of_four_minutes():
+def test_what_is_asked_of_two_gpus_is_decided_by_the_cases_of_five_minutes():
     found = throughput_measured.cases("full", gpus(2))
-    done = [c.key for i, c in enumerate(found) if sum(c.seconds for c in found[: i + 1]) <= 240]
+    done = [c.key for i, c in enumerate(found) if sum(c.seconds for c in found[: i + 1]) <= 300]
     cells = {tuple(map(k.get, ("policy", "adaln", "protocol", "corpus"))) for k in done if k["sync"] == "micro_batch"}
     uniform, worst = assumptions.CORPUS, assumptions.WORST_CORPUS
     assert {(p, "fused", "matched", uniform) for p in throughput_measured.POLICIES} <= cells
@@ -239,8 +239,16 @@ def test_gain_is_of_whole_epochs_and_its_interval_of_pace():
         _epochs.gain(base, treated, True, "seed")
 
 
+def test_solo_times_of_short_passes_have_more_of_them_in_rounds():
+    pytest.importorskip("torch")
+    from repro.wan.probing_epoch import in_rounds
+
+    assert [_epochs.passes(s) for s in (0.01, 0.15, 0.25, 0.5, 2.0)] == [3, 3, 2, 1, 1]
+    assert in_rounds([1, 3, 2]) == [0, 1, 2, 1, 2, 1] and in_rounds([]) == []
+
+
 def test_two_ranks_take_an_epoch(monkeypatch):
-    """On this machine's own processes: solo times first, then every sample once."""
+    """On this machine's own processes: every sample once, and solo times of every shape among the steps."""
     pytest.importorskip("torch")
     from repro.wan import batching
 
@@ -264,6 +272,8 @@ def test_two_ranks_take_an_epoch(monkeypatch):
         inputs = pd.concat([inputs, rows], ignore_index=True)
     steps = int((rows["metric"].str.startswith("step_at_")).sum())
     assert of(rows, "samples_per_step") == pytest.approx(20 / steps)
+    solo = rows[rows["metric"].str.startswith(_epochs.SOLO)]
+    assert len(solo) >= 5 and set(solo["n"]) <= {1, 2, 3} and solo["value"].min() > 0
     (time,) = [r for r in found if r.metric == "rank_time"]
     assert len(time.samples) == 2 * steps and min(time.samples) > 0
     assert "peak_memory" not in set(rows["metric"]), "nothing counts a CPU's memory"
