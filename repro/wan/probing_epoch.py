@@ -77,10 +77,10 @@ def epoch(
     is run before the first step, that nothing is new to the steps, and its counted passes are spread among them.
 
         shapes: of the corpus' buckets. bucket_of: [N]. solo: (bucket, batch, passes) to measure. steps: [T][R][M] of
-    (bucket, sample ids, weights). Returns `passes` as `solo_times` does; `update`, what steps take beside the passes of their
-    micro-batches (clipping, AdamW, what ranks tell each other), s; `wall` [T], seconds of the slowest rank, device
-    idle at both ends; `seconds` and `wait` [T][R], a rank's forward, backward and clipping, and its part of that spent
-    waiting for others; `peak_bytes` [T][R], -1 on CPUs.
+    (bucket, sample ids, weights). Returns `passes` as `solo_times` does; `update`, what steps take beside the passes of
+    their micro-batches (clipping, AdamW, what ranks tell each other), s; `wall` [T], seconds of the slowest rank,
+    device idle at both ends; `seconds` and `wait` [T][R], a rank's forward, backward and clipping, and its part of that
+    spent waiting for others; `peak_bytes` [T][R], -1 on CPUs.
     """
     kept = keep(Setting(**setting), world)
     buckets = tuple(Shape(*s) for s in shapes)
