@@ -76,7 +76,7 @@ def epoch(
     passes after them: the longer a GPU at its power limit is busy without a rest, the lower it clocks. So every shape
     is run before the first step, that nothing is new to the steps, and its counted passes are spread among them.
 
-        shapes: of the corpus' buckets. bucket_of: [N]. solo: (bucket, batch, passes) to measure. steps: [T][R][M] of
+    shapes: of the corpus' buckets. bucket_of: [N]. solo: (bucket, batch, passes) to measure. steps: [T][R][M] of
     (bucket, sample ids, weights). Returns `passes` as `solo_times` does; `update`, what steps take beside the passes of
     their micro-batches (clipping, AdamW, what ranks tell each other), s; `wall` [T], seconds of the slowest rank,
     device idle at both ends; `seconds` and `wait` [T][R], a rank's forward, backward and clipping, and its part of that
