@@ -19,7 +19,8 @@ import numpy as np
 from repro.balance.models import MODELS
 from repro.corpus.shapes import Shape, Tokenizer
 from repro.measure.stats import Interval, exact, measured, median_interval, ratio_interval, seed_text
-from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+from repro.suite import Case, Evidence, Figure, Measurement, Profile
+from suites import _ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,21 +71,12 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
     """Steps of one shape, without marks and with them."""
-    from repro.measure import stack_time
-    from repro.wan import launch
-
     key = case.key
     shape = SMOKE if key["model"] == "tiny" else LENGTHS[int(key["tokens"])]
     asked: dict[str, Any] = {name: key[name] for name in ("model", "layers", "adaln", "checkpointing", "batch")}
     asked |= {"frames_height_width": [shape.frames, shape.height, shape.width], "repeats": REPEATS}
-    stack_time.free()  # another suite's, in this process
-    try:
-        rank = launch.ranks(1, "cuda" if machine.has_gpu else "cpu")
-        found = rank.ask("repro.wan.probing_parts:parts", asked, launch.patience(case.seconds))
-    except launch.RanksError as error:
-        if error.raised != "OutOfMemoryError":
-            raise
-        raise CaseSkipped(f"{key['model']}, {key['layers']} layers, {key['tokens']} tokens: {error}") from error
+    what = f"{key['model']}, {key['layers']} layers, {key['tokens']} tokens"
+    found = _ranks.ask(1, "repro.wan.probing_parts:parts", asked, case, machine, what)
     step, inside, marked = (1e3 * np.array(found[n]) for n in ("seconds", "norm_modulate", "marked"))
     seed = seed_text(NAME, key)
     rows = [

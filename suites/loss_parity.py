@@ -28,7 +28,7 @@ from repro.balance import assumptions
 from repro.claims import BY_ID
 from repro.measure.stats import exact
 from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
-from suites import _campaign
+from suites import _campaign, _ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,9 +91,6 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
     """One run. Raises CaseSkipped for real clips where the packages that they are cut out of are missing."""
-    from repro.measure import stack_time
-    from repro.wan import launch
-
     key = case.key
     if key["corpus"] == "real-small" and not all(importlib.util.find_spec(name) for name in REAL_PACKAGES):
         raise CaseSkipped("real clips need packages that are missing: pip install -e '.[corpus]'")
@@ -111,9 +108,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
         "lr": LR,
         "bins": BINS,
     }
-    stack_time.free()  # another suite's, in this process
-    rank = launch.ranks(1, "cuda" if machine.has_gpu else "cpu")
-    found = rank.ask("repro.wan.probing_loss:train", asked, launch.patience(case.seconds))
+    found = _ranks.ask(1, "repro.wan.probing_loss:train", asked, case, machine, f"{key['model']} model")
     rows = [exact(f"loss_{name}", "", found[name]) for name in ("before", "after")]
     rows.append(exact("steps", "steps", found["steps"]))
     return rows + [exact(f"curve_at_{k}", "", loss) for k, loss in enumerate(found["curve"])]

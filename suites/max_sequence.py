@@ -19,6 +19,7 @@ import numpy as np
 from repro.balance.models import MODELS
 from repro.measure.stats import exact
 from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+from suites import _ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,23 +63,14 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
     """The baseline's peak, or the longest sample within it."""
-    from repro.measure import stack_time
-    from repro.wan import launch
-
     key = case.key
     tiny = key["model"] == "tiny"
     asked: dict[str, Any] = {name: key[name] for name in PARAMETERS} | {"most": 8 if tiny else MOST}
     asked |= {"start": 4, "frame": [32, 32]} if tiny else {"start": START // STEP}
     if key["adaln"] != BASELINE:
         asked["budget"] = _budget(inputs, key)
-    stack_time.free()  # another suite's, in this process
-    try:
-        rank = launch.ranks(1, "cuda" if machine.has_gpu else "cpu")
-        found = rank.ask("repro.wan.probing_memory:longest", asked, launch.patience(case.seconds))
-    except launch.RanksError as error:
-        if error.raised != "OutOfMemoryError":
-            raise
-        raise CaseSkipped(f"{key['layers']} layers of {key['model']}: {error}") from error
+    what = f"{key['layers']} layers of {key['model']}"
+    found = _ranks.ask(1, "repro.wan.probing_memory:longest", asked, case, machine, what)
     static, held, peak = (found[name] / 1e9 for name in ("static", "held", "peak"))
     return [
         exact("longest", "tokens", found["tokens"]),

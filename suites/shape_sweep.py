@@ -24,7 +24,8 @@ from repro.balance.models import MODELS
 from repro.corpus import mixes
 from repro.corpus.shapes import Shape, Tokenizer
 from repro.measure.stats import exact, measured, median_interval, seed_text
-from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+from repro.suite import Case, Evidence, Figure, Measurement, Profile
+from suites import _ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,20 +74,12 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
     """One shape on every rank; where memory runs out that is the result."""
-    from repro.measure import stack_time
-    from repro.wan import launch
-
     key = case.key
     asked: dict[str, Any] = {name: key[name] for name in ("model", "layers", "adaln", "sync", "batch")}
     asked["frames_height_width"] = [int(n) for n in str(key["shape"]).split("x")]
-    stack_time.free()  # another suite's, in this process
-    try:
-        ranks = launch.ranks(int(key["ranks"]), "cuda" if machine.has_gpu else "cpu")
-        found = ranks.ask("repro.wan.probing:shape", asked, launch.patience(case.seconds))
-    except launch.RanksError as error:
-        if error.raised not in ("OutOfMemoryError", "Stranded"):
-            raise
-        raise CaseSkipped(f"{key['layers']} layers of {key['model']} on {key['ranks']} ranks: {error}") from error
+    what = f"{key['layers']} layers of {key['model']} on {key['ranks']} ranks"
+    skipped = (*_ranks.OUT_OF_MEMORY, "Stranded")  # memory ran out on another rank
+    found = _ranks.ask(int(key["ranks"]), "repro.wan.probing:shape", asked, case, machine, what, skipped)
     rows = [exact("fits", "", float(found["fits"]))]
     if found["fits"]:
         passes = 1e3 * np.array(found["passes"])
@@ -206,7 +199,7 @@ def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
             full = cells.loc[cells.groupby("tokens")["batch"].idxmax()]
             line = 1e6 * found[0].cost.seconds(full["batch"], full["tokens"]) / (full["batch"] * full["tokens"])
             left.plot(full["tokens"], line, color=style.GREY, lw=1, label=f"fit, largest B: p = {_power(found[0])}")
-            left.legend(loc="lower right")
+            left.legend(loc="upper right")
         left.set(ylim=(0, 1.04 * left.get_ylim()[1]), title=f"{model}, {layers} layers", ylabel="us a token")
         right.plot(n / 1e3, cells["peak_memory"], "o", ms=4, color=style.color(ADALN))
         right.set(xlim=(0, None), ylim=(0, 1.04 * right.get_ylim()[1]), ylabel="peak memory, GB")

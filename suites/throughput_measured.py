@@ -38,7 +38,7 @@ from repro.corpus import mixes
 from repro.corpus.shapes import Corpus
 from repro.measure.stats import measured, median_interval, seed_text
 from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
-from suites import _epoch_claims, _epochs
+from suites import _epoch_claims, _epochs, _ranks
 from suites._epochs import CALIBRATION, POLICIES, SOLO, scaled_model, solo_shape
 
 if TYPE_CHECKING:
@@ -96,9 +96,6 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
     """One epoch on all ranks, with solo times of its shapes among its steps."""
-    from repro.measure import stack_time
-    from repro.wan import launch
-
     setting, layers = Setting.of(case.key), int(case.key["layers"])
     corpus = _corpus(setting)
     engine = {"model": setting.model, "layers": layers, "adaln": setting.adaln, "sync": setting.sync}
@@ -113,14 +110,8 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
         schedule = policy.schedule(corpus, setting.layout)
         solo = _epochs.wanted(schedule, setting)
         call, arguments = "epoch", _epochs.question(schedule, solo, costs.table, engine)
-    stack_time.free()  # another suite's, in this process
-    try:
-        ranks = launch.ranks(setting.ranks, "cuda" if machine.has_gpu else "cpu")
-        answer = ranks.ask(f"repro.wan.probing_epoch:{call}", arguments, launch.patience(case.seconds))
-    except launch.RanksError as error:
-        if error.raised != "OutOfMemoryError":
-            raise
-        raise CaseSkipped(f"{layers} layers of {setting.model} on {setting.ranks} ranks: {error}") from error
+    what = f"{layers} layers of {setting.model} on {setting.ranks} ranks"
+    answer = _ranks.ask(setting.ranks, f"repro.wan.probing_epoch:{call}", arguments, case, machine, what)
     seed = seed_text(NAME, case.key)
     if setting.policy == CALIBRATION:
         return [

@@ -21,7 +21,8 @@ import numpy as np
 from repro.balance.models import MODELS
 from repro.corpus.shapes import Shape, Tokenizer
 from repro.measure.stats import exact, measured, median_interval, ratio_interval, seed_text
-from repro.suite import Case, CaseSkipped, Evidence, Figure, Measurement, Profile
+from repro.suite import Case, Evidence, Figure, Measurement, Profile
+from suites import _ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,25 +58,16 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
 
 def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurement]:
     """The stack, then steps of the trainer, then their ratio and shares of the peak."""
-    from repro.measure import stack_time
-    from repro.wan import launch
     from repro.wan.peaks import peak_flops
 
     key = case.key
     size, layers, tokens = MODELS[str(key["model"])], int(key["layers"]), int(key["tokens"])
     clip = SMOKE if key["model"] == "tiny" else CLIP
     common = {name: key[name] for name in ("model", "layers", "adaln", "batch")} | {"repeats": REPEATS}
-    stack_time.free()  # another suite's, in this process
-    try:
-        rank = launch.ranks(1, "cuda" if machine.has_gpu else "cpu")
-        limit = 60 + 5 * case.seconds
-        stack = rank.ask("repro.wan.probing:stack", {**common, "tokens": tokens}, limit)["seconds"]
-        own = {"frames_height_width": [clip.frames, clip.height, clip.width], "compiled": key["blocks"] == "compiled"}
-        found = rank.ask("repro.wan.probing:steps", {**common, **own}, limit)
-    except launch.RanksError as error:
-        if error.raised != "OutOfMemoryError":
-            raise
-        raise CaseSkipped(f"{key['model']}, {layers} layers, {key['blocks']} blocks: {error}") from error
+    what = f"{key['model']}, {layers} layers, {key['blocks']} blocks"
+    stack = _ranks.ask(1, "repro.wan.probing:stack", {**common, "tokens": tokens}, case, machine, what)["seconds"]
+    own = {"frames_height_width": [clip.frames, clip.height, clip.width], "compiled": key["blocks"] == "compiled"}
+    found = _ranks.ask(1, "repro.wan.probing:steps", {**common, **own}, case, machine, what)
     step, seed = np.array(found["seconds"]), seed_text(NAME, key)
     interval = median_interval(step, seed)
     rows = [
