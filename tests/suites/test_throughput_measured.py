@@ -180,6 +180,12 @@ def test_the_documents_hold_epochs_against_what_was_asked(measured):
     rates = [of(measured, "tokens_per_s", policy=p, **at) for p in ("balanced", "equal_token")]
     assert leads[0].startswith(f"+{100 * (rates[0] / rates[1] - 1):.1f}% [")
     assert leads[0] in told["balanced-measured"] and "on 2 GPUs (nvidia-test-x2" in told["balanced-measured"]
+    more = measured.copy()
+    more.loc[more["metric"] == "share_of_perfect", ["value", "ci_low", "ci_high"]] *= 1.1
+    other = throughput_measured.tell(more)
+    (line,) = [x for x in other["balanced"].splitlines() if x.startswith("| matched | wan-uniform | fused | each")]
+    assert line.split(" | ")[5] == "undecided" and "too slow" in other["balanced-measured"], "no such balance"
+    assert "too slow" not in told["balanced-measured"]
     nothing = throughput_measured.tell(measured.iloc[:0])
     assert nothing.keys() == told.keys() and set(nothing.values()) == {"Nothing is recorded yet."}
 
