@@ -162,6 +162,6 @@ def _document(plan: Plan, policy: str) -> dict[str, Any]:
             }
             for g in plan.gains
         },
-        "rests_on": {"suite": "block_time", "runs": plan.costs.source.split()},
+        "rests_on": {"what": plan.costs.told, "runs": plan.costs.source.split()},
         "warnings": list(plan.warnings),
     }

@@ -1,7 +1,8 @@
-"""What a plan stands on: the training run to plan for, and what `block_time` rows of a device say about it.
+"""What a plan stands on: the training run to plan for, and what rows of a device say about it.
 
-Step time and memory of a few measured blocks, scaled to the model's depth. Nothing is borrowed silently: no rows of
-this model and AdaLN on this device, no plan; shapes beyond the measured ones only on request.
+Step time and memory of the whole model where it was swept (`shape_sweep`), else of a few blocks (`block_time`), scaled
+to the model's depth. Nothing is borrowed silently: no rows of this model and AdaLN on this device, no plan; shapes
+beyond the measured ones only on request.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from repro.balance import whole
 from repro.balance.cost import PowerCost, QuadraticCost
 from repro.balance.fit import Observations, fit, observations
 from repro.balance.memory import MemoryFit, fit_memory, memory_limit
@@ -77,6 +79,7 @@ class Costs:
 
     power: the paper's form, for the paper's rule. quadratic: ours, for everything predicted. error_tokens, errors:
     float64 [L], measured lengths and the mean of fitted / measured - 1 at each when it was held out. held_out_mape: %.
+    told: what was measured, for notes.
     """
 
     power: PowerCost
@@ -84,6 +87,7 @@ class Costs:
     error_tokens: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
     held_out_mape: float
+    told: str
 
     @property
     def source(self) -> str:
@@ -116,7 +120,7 @@ def recorded_memory(store: Store, device: str) -> float | None:
 
 def read_costs(store: Store, setup: Setup) -> tuple[Costs, MemoryFit | None]:
     """Costs of the model on the device, and its memory where that was measured. Raises PlanError without its rows."""
-    rows = store.rows("block_time", setup.device, "full")
+    rows = store.gather(whole.SUITES, setup.device, "full")
     try:
         data = observations(rows, setup.model.name, setup.adaln)
         power, quadratic = fit("power", data), fit("quadratic", data)
@@ -129,6 +133,7 @@ def read_costs(store: Store, setup: Setup) -> tuple[Costs, MemoryFit | None]:
         error_tokens=lengths,
         errors=errors,
         held_out_mape=quadratic.held_out_mape,
+        told=whole.told(rows, setup.model.name, data.source),
     )
     try:
         return costs, fit_memory(rows, setup.model.name, setup.adaln)

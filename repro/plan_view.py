@@ -90,9 +90,8 @@ def facts(plan: Plan) -> list[str]:
         f"Ranks meet {where}. Every policy has the samples a step that {setup.micro_batches} micro-batch(es) of M_mem "
         f"tokens a rank give; {BASELINE} fills {setup.token_budget or plan.limits.m_mem:,} tokens; communication "
         f"{hidden}.",
-        f"Step times: a few blocks measured on {setup.device}, scaled to {setup.model.layers}; the fit is "
-        f"{costs.held_out_mape:.1f}% off at lengths held out. Intervals: that error, and which samples an epoch draws "
-        f"({plan.simulated_samples:,} simulated).",
+        f"Measured on {setup.device}: {costs.told}; the fit is {costs.held_out_mape:.1f}% off at lengths held out. "
+        f"Intervals: that error, and which samples an epoch draws ({plan.simulated_samples:,} simulated).",
         "Mix distance: 0 where every step has the corpus' mix, 1 where it has none of it; a step of a same-bucket "
         "policy (quadratic_budget is one) trains on one bucket, which is the price of its balance.",
     ]

@@ -12,6 +12,7 @@ from repro.records.schema import records
 from repro.suite import Case, Measurement
 
 RUN = "20260101T000000.000000Z-0000"
+SWEEP_PARAMETERS = ("model", "layers", "adaln", "ranks", "sync", "shape", "batch", "tokens")
 MEMORY_BYTES = 141_000_000_000
 SHAPES = [
     (batch, tokens)
@@ -49,4 +50,16 @@ def write(results: Path, device: str = "nvidia-h200", noise: float = 0.03, memor
     files.append_rows(folder / "block_time.csv", ("model", "layers", "adaln", "batch", "tokens"), rows)
     record = {"schema": 1, "run_id": RUN, "device": device, "machine": {"memory_bytes": MEMORY_BYTES}}
     (folder / "runs.jsonl").write_text(json.dumps(record) + "\n")
+    return results
+
+
+def sweep(results: Path, slower: float, device: str = "nvidia-h200") -> Path:
+    """Adds rows of suite shape_sweep: the whole 14B model, `slower` times what its blocks take."""
+    rows = []
+    for batch, tokens in SHAPES:
+        key = {"model": "wan-14b", "layers": 40, "adaln": "eager", "ranks": 1, "sync": "micro_batch", "shape": "1x1x1"}
+        time = slower * milliseconds(batch, tokens, 40)
+        measured = [Measurement("forward_backward", "ms", time, time, time, 5)]
+        rows += records(RUN, "shape_sweep", "full", Case({**key, "batch": batch, "tokens": tokens}), measured)
+    files.append_rows(results / device / "shape_sweep.csv", SWEEP_PARAMETERS, rows)
     return results

@@ -12,7 +12,7 @@ from repro.balance import policies
 from repro.corpus import Corpus, Shape, Tokenizer, mixes
 from repro.plan_setup import Costs, PlanError, Setup
 from repro.records import Store
-from tests.plan.recorded import MEMORY_BYTES, milliseconds, write
+from tests.plan.recorded import MEMORY_BYTES, milliseconds, sweep, write
 
 
 def asked(ranks: int = 16, **given: object) -> Setup:
@@ -43,6 +43,14 @@ def test_costs_are_those_of_the_rows_at_full_depth(costs: Costs) -> None:
     assert costs.quadratic.layers == 40 and costs.quadratic.kind == "simulated"
     assert 0.5 < costs.held_out_mape < 10
     assert costs.errors.size == 12
+
+
+def test_a_whole_model_s_sweep_goes_before_its_blocks(costs: Costs, tmp_path: Path) -> None:
+    store = Store(sweep(write(tmp_path / "results"), slower=2.0))
+    found, _ = plan_setup.read_costs(store, asked())
+    batch, tokens = np.array([30, 1]), np.array([1_560, 46_800])
+    assert found.quadratic.seconds(batch, tokens) == pytest.approx(2 * costs.quadratic.seconds(batch, tokens), rel=0.06)
+    assert "all 40 blocks" in found.told and "scaled to 40" in costs.told
 
 
 def test_memory_decides_unless_told_otherwise(store: Store) -> None:
