@@ -39,7 +39,8 @@ SMALL, LARGE = ("wan-1.3b", 6), (assumptions.MODEL, 2)
 decide less, the time for more cells."""
 
 MOST_PASSES, PASSES_SECONDS = 3, 0.5
-"""Of a solo time: as many passes as take so long, since the host, which short ones wait for, is less even."""
+"""Of a solo time: as many passes as take so long, since the host, which short ones wait for, is less even. One pass has
+no interval, and those over steps leave out how sure solo times are."""
 
 FEWEST_STEPS = 3
 """Steps below which nothing is said about their correlation."""

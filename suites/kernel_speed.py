@@ -119,10 +119,16 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
 
 
 def _slower_cells(rows: pd.DataFrame, direction: str) -> str:
-    """In how many cells of a pass another implementation takes less device time than fused, and where most."""
+    """In how many cells of a pass another implementation takes less device time than fused, and where most.
+
+    Of the cells that the run of the claimed one measured: others may be of older kernels.
+    """
+    run = _select(rows, suite=NAME, impl="fused", metric="time", **CLAIMED, **{"pass": direction})["run_id"].iloc[-1:]
     own = _select(rows, suite=NAME, metric="time", **{"pass": direction})
+    own = own[(own["impl"] != "fused") | own["run_id"].isin(run)]
     wide = own.pivot_table(index=["dtype", "batch", "tokens", "dim"], columns="impl", values="value")
-    if "fused" not in wide:
+    wide = wide[wide["fused"].notna()] if "fused" in wide else wide.iloc[:0]
+    if wide.empty:
         return "fused not measured"
     peers = wide.drop(columns=["fused", "stream"], errors="ignore")
     slower = wide["fused"] / peers.min(axis=1)

@@ -65,7 +65,7 @@ ENGINES: tuple[tuple[str, Sync], ...] = (
     ("eager", "step"),
     ("wan", "step"),
 )
-"""One after the other, as an engine's solo times serve all its cases; those that decide most come first."""
+"""One after the other, as an engine serves all its cases; those that decide most come first."""
 
 WORST = {"fused": ("dual_constraint", "balanced"), "eager": ("equal_token",), "wan": ()}
 """Policies measured on the worst mix, by AdaLN: the two sides of T3, and ours."""

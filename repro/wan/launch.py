@@ -32,7 +32,7 @@ from repro.wan.rank_process import STORE, of_node
 
 IDLE_SECONDS = 10.0
 """Without a request for as long, the ranks end: the next suite gets the GPUs to itself. Between two cases of a suite
-lie rows, schedules and intervals, a second or two, which must not cost an engine and its solo times."""
+lie rows, schedules and intervals, a second or two, which must not cost an engine."""
 START_SECONDS = 120.0
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.02

@@ -73,8 +73,8 @@ def epoch(
     """The trainer's optimizer steps of a schedule, and solo times of its shapes.
 
     On two H200s samples of 46,800 tokens took 5% longer in steps than in passes before the steps, and 6% less than in
-    passes after them: the longer a GPU at its power limit is busy without a rest, the lower it clocks. So every shape
-    is run before the first step, that nothing is new to the steps, and its counted passes are spread among them.
+    passes after them, with GPUs at their power limit throughout. So every shape is run before the first step, that
+    nothing is new to the steps, and its counted passes are spread among them.
 
     shapes: of the corpus' buckets. bucket_of: [N]. solo: (bucket, batch, passes) to measure. steps: [T][R][M] of
     (bucket, sample ids, weights). Returns `passes` as `solo_times` does; `update`, what steps take beside the passes of

@@ -27,7 +27,7 @@ def test_calls_reach_the_kernels_without_python(monkeypatch, impl):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "dim", [1, 2, 8, 63, 64, 65, 1001, 1536, 2050, 3072, 4096, 5120, 8192, 12345, 16384, 20000, 65536]
+    "dim", [1, 2, 8, 63, 64, 65, 1001, 1536, 2050, 3072, 4096, 5120, 6144, 8192, 12345, 16384, 20000, 65536]
 )
 def test_dims(impl, dtype, dim):
     """Narrow rows, rows that no vector divides, rows wider than a block's registers and shared memory."""

@@ -156,11 +156,11 @@ def test_what_other_devices_say_is_below_what_decides(rows, tmp_path):
     assert "another" not in (tmp_path / "alone" / "claims.md").read_text()
 
 
-def kernel_times(suite, form, direction, times):
+def kernel_times(suite, form, direction, times, run="2026"):
     """Rows of one cell for each dict of times by implementation."""
     return pd.DataFrame([
-        {"suite": suite, "form": form, "pass": direction, "dtype": "bf16", "batch": 1, "tokens": n, "dim": 64,
-         "impl": impl, "metric": "time", "value": us}
+        {"suite": suite, "run_id": run, "form": form, "pass": direction, "dtype": "bf16", "batch": 1, "tokens": n,
+         "dim": 64, "impl": impl, "metric": "time", "value": us}
         for n, cell in enumerate(times, start=1) for impl, us in cell.items()
     ])  # fmt: skip
 
@@ -174,6 +174,9 @@ class Recorded:
     def rows(self, suite, device, profile):
         assert profile == "full"
         return self.tables.get(suite, pd.DataFrame())
+
+    def runs(self, device):
+        return [{"run_id": "2025", "extension_hash": "old"}, {"run_id": "2026", "extension_hash": "new"}]
 
 
 def test_where_the_fused_op_is_fastest_is_counted_over_suites():
@@ -190,5 +193,8 @@ def test_where_the_fused_op_is_fastest_is_counted_over_suites():
     text = kernel_words.section(store, "nvidia-h200")
     assert "with modulation per sample at 1 of 3 forward (elsewhere `quack`, `compile`); with" in text
     assert text.endswith(f"with modulation per token at 1 of 1 backward.\n{kernel_words.END}")
+    before = kernel_times("kernel_speed", "per_sample", "forward", [ours] * 5, run="2025")
+    store.tables["kernel_speed"] = pd.concat([before[before["tokens"] > 3], store.tables["kernel_speed"]])
+    assert kernel_words.section(store, "nvidia-h200") == text, "older kernels say nothing of today's"
     assert "nothing is recorded yet" in kernel_words.section(Recorded(), "nvidia-h200")
     assert "nothing is recorded yet" in kernel_words.section(store, "")

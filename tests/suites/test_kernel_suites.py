@@ -207,6 +207,12 @@ def test_k1_and_k2_come_from_their_cell() -> None:
     assert (k1.claim, k1.value, k1.baseline, k1.treated) == ("K1", pytest.approx(450 / 110), 450.0, 110.0)
     assert (k2.claim, k2.value, k2.treated) == ("K2", pytest.approx(1.5), 300.0)
     assert "fused 4.09x" in k2.note and "wan 0.50x" in k1.note and "fused 91%" in k1.note
+    assert "fused is the fastest in all 36 cells" in k1.note
+    old = rows.copy()
+    cell = (old["impl"] == "fused") & (old["tokens"] == 1_024)
+    old.loc[cell, "run_id"] = "before"
+    old.loc[cell & (old["metric"] == "time"), "value"] = 999.0
+    assert "fused is the fastest in all 32 cells" in kernel_speed.evidence(old)[0].note, "of older kernels"
     assert claims.BY_ID["K1"].rule.verdict(3.21, k1) == "exceeded"
     assert claims.BY_ID["K2"].rule.verdict(1.42, k2) == "reproduced"
     assert kernel_speed.evidence(rows[rows["tokens"] != 64_000]) == []

@@ -40,7 +40,7 @@ def test_contract():
     seeds = {v: {k["seed"] for k, of in zip(full, order, strict=True) if of == v} for v in loss_parity.VARIANTS}
     claimed = (loss_parity.BASELINE, loss_parity.ADAPTIVELOAD)
     assert all(len(seeds[v]) > len(loss_parity.SEEDS) for v in claimed), "what T5 compares has more of them"
-    assert sum(c.seconds for c in loss_parity.cases("full", GPU)) <= 540
+    assert all(c.seconds < 90 for c in loss_parity.cases("full", GPU))
     assert loss_parity.cases("full", CPU) == []
 
 
@@ -52,7 +52,7 @@ def test_every_bucket_has_whole_micro_batches_of_the_budget():
 def test_differences_are_paired_by_seed():
     """Seeds differ by far more than variants, which costs nothing."""
     table = rows(lambda v, seed: (0.4 + 0.1 * seed) * (1.01 if v == loss_parity.ADAPTIVELOAD else 1.0))
-    assert loss_parity.differences(table, loss_parity.ADAPTIVELOAD) == pytest.approx([1.0] * 8)
+    assert loss_parity.differences(table, loss_parity.ADAPTIVELOAD) == pytest.approx([1.0] * 6)
     (e,) = loss_parity.evidence(table)
     assert (e.claim, e.kind) == ("T5", "measured") and e.value == pytest.approx(1.0)
     assert e.treated / e.baseline == pytest.approx(1.01)

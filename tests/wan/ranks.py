@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 multiprocessing.set_forkserver_preload(
     [
         *("tests.wan.checkpoint_ranks", "tests.wan.gradient_ranks"),
-        *("tests.wan.parallel_ranks", "tests.wan.sweep_ranks"),
+        *("tests.wan.epoch_ranks", "tests.wan.parallel_ranks", "tests.wan.sweep_ranks"),
         *("tests.faults.moments_all", "tests.faults.moments_train", "tests.faults.lost_ranks"),
     ]
 )
