@@ -33,16 +33,17 @@ def draw(own: pd.DataFrame, bars: Mapping[str, float]) -> list[Figure]:
 def _draw_throughput(device: str, table: pd.DataFrame) -> list[Figure]:
     from repro.report import style
 
-    shown = table[table["metric"].isin(PANELS)]
+    panels = {m: q for m, q in PANELS.items() if m != "share_of_perfect" or int(table["ranks"].max()) > 1}
+    shown = table[table["metric"].isin(panels)]
     if shown.empty:
         return []
     mixes = [(p, worst) for worst in (False, True) for p in PROTOCOLS if _mix(shown, p, worst).any()]
     names = style.ordered(list(shown["policy"]))
     cells = [(a, s) for s in MEETINGS for a in ("eager", "wan", "fused") if _cell(shown, a, s).any()]
-    height = 0.09 * len(names) * len(cells) + 0.9
-    figure, axes = style.subplots(len(mixes), len(PANELS), height, sharey=True)
+    height = 0.09 * len(names) * len(cells) + 0.9 + 0.2 * (len(cells) + 1) / len(mixes)  # the legend's lines too
+    figure, axes = style.subplots(len(mixes), len(panels), height, sharey=True)
     for i, (protocol, worst) in enumerate(mixes):
-        for ax, (metric, quantity) in zip(axes[i], PANELS.items(), strict=True):
+        for ax, (metric, quantity) in zip(axes[i], panels.items(), strict=True):
             of = shown[_mix(shown, protocol, worst) & (shown["metric"] == metric)]
             scale = 1e-3 if metric == "tokens_per_s" else 1.0
             for k, (adaln, sync) in enumerate(cells):
@@ -60,12 +61,16 @@ def _draw_throughput(device: str, table: pd.DataFrame) -> list[Figure]:
             ax.set_xlabel(quantity)
             ax.grid(axis="y", visible=False)
         axes[i, 0].set_title(f"{WORST if worst else assumptions.CORPUS}: {PROTOCOLS[protocol]}")
-        axes[i, -1].axvline(1, color=style.GREY, linewidth=0.8)
+        if "share_of_perfect" in panels:
+            axes[i, -1].axvline(1, color=style.GREY, linewidth=0.8)
     style.legend(figure, ["measured"])
+    what = "Tokens/s of the epoch"
+    if "share_of_perfect" in panels:
+        what = f"Left: {what.lower()}; right: time of full micro-batches on all ranks at once over time taken"
     caption = (
         f"Whole epochs of the trainer on {device}, {_about(table)}: the same samples under every policy, the same "
-        "schedule under every AdaLN. Left: tokens/s of the epoch; right: time of full micro-batches on all ranks at "
-        "once over time taken. Ranks meet in each micro-batch or once a step. Bars are 95% intervals over steps."
+        f"schedule under every AdaLN. {what}. Ranks meet in each micro-batch or once a step. Bars are 95% intervals "
+        "over steps."
     )
     return [Figure(f"throughput_measured-{device}", figure, caption, ("T1", "T2", "T6"))]
 

@@ -203,7 +203,7 @@ def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
             left.legend(loc="upper right")
         left.set(ylim=(0, 1.04 * left.get_ylim()[1]), title=f"{model}, {layers} layers", ylabel="us a token")
         right.plot(n / 1e3, cells["peak_memory"], "o", ms=4, color=style.color(ADALN))
-        right.set(xlim=(0, None), ylim=(0, 1.04 * right.get_ylim()[1]), ylabel="peak memory, GB")
+        right.set(xlim=(0, 1.04 * n.max() / 1e3), ylim=(0, 1.04 * right.get_ylim()[1]), ylabel="peak memory, GB")
         last = left is axes[-1, 0]
         style.token_axis(left, cells["tokens"].to_numpy(), "tokens of one sample, S" if last else "")
         right.set_xlabel("thousand tokens, B S" if last else "")
