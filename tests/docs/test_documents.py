@@ -18,7 +18,7 @@ from repro.records import Store
 from repro.report import documents, kernel_words
 from tests.docs.documents import DOCUMENTS, ROOT
 
-README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+README, RESULTS, CAMPAIGN = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "CAMPAIGN.md"
 STORE = Store(ROOT / "results")
 H200 = Machine("nvidia-h200", "NVIDIA H200", 1, (9, 0), 132, 150_000_000_000, 16, {})
 
@@ -113,6 +113,19 @@ def test_recorded_durations_are_those_of_the_runs() -> None:
     for minutes, device, run_id in re.findall(r"([\d.]+)<!-- run: (\S+) (\S+) -->", RESULTS.read_text()):
         (run,) = (r for r in STORE.runs(device) if r["run_id"] == run_id)
         assert f"{run['end']['seconds'] / 60:.1f}" == minutes, run_id
+
+
+def test_what_is_said_of_the_same_cells_on_two_machines_is_so() -> None:
+    text = CAMPAIGN.read_text()
+    device, *runs = re.findall(r"<!-- twice: (\S+) (\S+) (\S+) -->", text)[0]
+    cell = ["policy", "adaln", "sync", "protocol", "corpus", "micro_batches"]
+    tables = [STORE.rows("throughput_measured", device, "full", run) for run in runs]
+    first, second = (t[t["metric"] == "tokens_per_s"].set_index(cell)[["value", "ci_low", "ci_high"]] for t in tables)
+    both = first.join(second, lsuffix="_1", rsuffix="_2", how="inner")
+    agree = (both["ci_low_1"] <= both["ci_high_2"]) & (both["ci_low_2"] <= both["ci_high_1"])
+    differ = 100 * (both["value_2"] / both["value_1"] - 1)
+    assert f"have {len(both)} epochs in\ncommon" in text and f"in {agree.sum()} of {len(both)}; they differ by" in text
+    assert differ.max() < 0 and f"{-differ.max():.1f}% to {-differ.min():.1f}%" in text
 
 
 def test_every_row_s_run_is_on_record() -> None:
