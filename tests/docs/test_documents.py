@@ -120,10 +120,8 @@ def test_what_is_said_of_the_same_cells_on_two_machines_is_so() -> None:
     device, *runs = re.findall(r"<!-- twice: (\S+) (\S+) (\S+) -->", text)[0]
     cell = ["policy", "adaln", "sync", "protocol", "corpus", "micro_batches"]
     tables = [STORE.rows("throughput_measured", device, "full", run) for run in runs]
-    first, second = (
-        t[t["metric"] == "tokens_per_s"].set_index(cell).sort_index()[["value", "ci_low", "ci_high"]] for t in tables
-    )
-    both = first.join(second, lsuffix="_1", rsuffix="_2", how="inner")
+    first, second = (t.loc[t["metric"] == "tokens_per_s", [*cell, "value", "ci_low", "ci_high"]] for t in tables)
+    both = first.merge(second, on=cell, suffixes=("_1", "_2"))
     agree = (both["ci_low_1"] <= both["ci_high_2"]) & (both["ci_low_2"] <= both["ci_high_1"])
     differ = 100 * (both["value_2"] / both["value_1"] - 1)
     assert f"have {len(both)} epochs in\ncommon" in text and f"in {agree.sum()} of {len(both)}; they differ by" in text
