@@ -53,9 +53,10 @@ class RankProcess(subprocess.Popen[bytes]):
         return f"rank {self.rank} ended with code {self.returncode}: {self.last_lines()}"
 
     def end(self) -> None:
-        """Kill it: nothing of its own is worth saving, and it may be stuck in a collective."""
+        """Kill it, which then tells nothing any more: it may be stuck in a collective, and has nothing worth saving."""
         self.kill()
         self.wait()
+        self._output.close()
 
 
 def of_node(count: int, device: str, store: tuple[str, int], node: int = 0, nodes: int = 1) -> list[RankProcess]:

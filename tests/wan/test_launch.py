@@ -23,6 +23,7 @@ def test_they_are_one_group_and_keep_what_they_hold(two):
     children = list(two._children)
     two.close()
     assert not two.alive and all(child.returncode is not None for child in children)
+    assert all(child._output.closed for child in children), "what they printed takes no handle any more"
     with pytest.raises(RanksError, match="have ended"):
         two.ask(f"{HERE}:total", {"start": 0.5})
 
