@@ -75,7 +75,9 @@ def _draw_device(
     name = f"{_STEMS[metric]}{'' if dtype == 'bf16' else '_' + dtype}-{device}"
     same = (_SAME if dtype == "fp32" else "") + (_FALLBACK if device.startswith("cpu-") else "")
     smoke = " Smoke profile: small sizes, few samples." if (table["profile"] == "smoke").all() else ""
-    return Figure(name, figure, f"{device}, {dtype}. {_CAPTIONS[metric]}{_GAPS}{same}{smoke}", claims)
+    runs = table.loc[table["impl"] == "fused", "run_id"].nunique()
+    older = f" Cells are of {runs} runs, the newest of each: earlier ones may be of earlier kernels." if runs > 1 else ""
+    return Figure(name, figure, f"{device}, {dtype}. {_CAPTIONS[metric]}{_GAPS}{same}{smoke}{older}", claims)
 
 
 def _draw_devices(rows: pd.DataFrame, paper: Paper, claims: tuple[str, ...]) -> list[Figure]:

@@ -81,7 +81,7 @@ def told(rows: pd.DataFrame, model: str, source: str) -> str:
     if found is None:
         return f"step times of measured blocks, scaled to {layers}"
     gpus = f"{found.ranks} GPU{'s' if found.ranks > 1 else ''}"
-    return f"step times of all {layers} blocks, measured under the trainer on {gpus}"
+    return f"step times of all {layers} blocks, measured under the trainer on {gpus} with {found.adaln} AdaLN"
 
 
 def _shapes(rows: pd.DataFrame, model: str, adaln: str) -> set[tuple[int, int]]:

@@ -96,7 +96,7 @@ def test_most_ranks_and_the_newest_row_of_a_shape_count():
 
 def test_a_note_tells_what_a_row_stands_on():
     assert whole.told(rows(), "wan-1.3b", "blocks sweep") == (
-        "step times of all 30 blocks, measured under the trainer on 1 GPU"
+        "step times of all 30 blocks, measured under the trainer on 1 GPU with fused AdaLN"
     )
     assert "scaled to 30" in whole.told(rows(), "wan-1.3b", "blocks"), "a row from before the sweep"
     assert "scaled to 40" in whole.told(rows(), "wan-14b", "blocks sweep")

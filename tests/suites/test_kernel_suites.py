@@ -213,6 +213,9 @@ def test_k1_and_k2_come_from_their_cell() -> None:
     old.loc[cell, "run_id"] = "before"
     old.loc[cell & (old["metric"] == "time"), "value"] = 999.0
     assert "fused is the fastest in all 32 cells" in kernel_speed.evidence(old)[0].note, "of older kernels"
+    with style.context():
+        told = [{f.name: f.caption for f in kernel_speed.draw(r)}["kernel_speedup-nvidia-h200"] for r in (rows, old)]
+    assert ["earlier kernels" in caption for caption in told] == [False, True]
     assert claims.BY_ID["K1"].rule.verdict(3.21, k1) == "exceeded"
     assert claims.BY_ID["K2"].rule.verdict(1.42, k2) == "reproduced"
     assert kernel_speed.evidence(rows[rows["tokens"] != 64_000]) == []
