@@ -76,7 +76,7 @@ def _draw_device(
     same = (_SAME if dtype == "fp32" else "") + (_FALLBACK if device.startswith("cpu-") else "")
     smoke = " Smoke profile: small sizes, few samples." if (table["profile"] == "smoke").all() else ""
     runs = table.loc[table["impl"] == "fused", "run_id"].nunique()
-    older = f" Cells are of {runs} runs, the newest of each: earlier ones may be of earlier kernels." if runs > 1 else ""
+    older = f" Cells are of {runs} runs, the newest of each: older ones may be of earlier kernels." if runs > 1 else ""
     return Figure(name, figure, f"{device}, {dtype}. {_CAPTIONS[metric]}{_GAPS}{same}{smoke}{older}", claims)
 
 
