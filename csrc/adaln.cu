@@ -59,7 +59,7 @@ bool residual_fits(const Problem& p, const Tensor& x, const Tensor& branch, cons
     using T = decltype(types);
     using Kernels = RowKernels<typename T::x, typename T::y>;
     Forward forward{};
-    forward.x = x, forward.y = y;
+    forward.x = x, forward.branch = branch, forward.y = y;
     Backward backward{};
     backward.dy = y, backward.x = x, backward.branch = branch;
     fits = size_of(y.type) <= size_of(x.type) && Kernels::forward_fits(p, forward) &&

@@ -62,13 +62,14 @@ inline bool vectorizable(const Modulation& m) {
 inline int threads_for(int row_vectors, int vectors) { return ((row_vectors + vectors - 1) / vectors + 31) / 32 * 32; }
 
 // A line of the forward's tables in rows_kernels.cuh: for `from` rows or more of at most `row_vectors` vectors, this
-// instance. Lines of one width differ in nothing that a row's result depends on: V and the block's size are the same.
+// instance.
 struct ForwardChoice {
   int row_vectors;
   int from;
-  int vectors;  // that a thread owns in a row (V)
-  int rows;     // of a block (R)
-  int threads;  // upper bound of a block's size
+  int vectors;     // that a thread owns in a row (V)
+  int rows;        // of a block (R)
+  int threads;     // upper bound of a block's size
+  bool streaming;  // rows are loaded and stored to be evicted first
 };
 
 // A line of the backward's tables, for as many rows of such widths: how the row loop is laid out.
@@ -122,11 +123,8 @@ inline Plan make_plan(const Problem& p, int row_vectors, int row_bytes, const Ba
   Plan plan;
   plan.choice = &c;
   plan.threads = threads_for(row_vectors, c.vectors);
-  // Narrower rows than the line's make smaller blocks, of which more fit. Few rows are better spread over few blocks
-  // where each block costs a partial sum.
-  const int64_t rows_per_sm = (p.batch * p.rows + d.multiprocessors - 1) / d.multiprocessors;
+  // Narrower rows than the line's make smaller blocks, of which more fit.
   int64_t per_sm = std::min(16, c.blocks_per_sm * c.row_vectors / row_vectors);
-  if (!p.per_token) per_sm = std::min(per_sm, (rows_per_sm + 7) / 8);
   if (d.bulk) {
     const int own = 2048;  // the kernel's own arrays and what the driver keeps
     const int room = d.shared_per_block - kBarrierBytes - own;
@@ -134,8 +132,7 @@ inline Plan make_plan(const Problem& p, int row_vectors, int row_bytes, const Ba
     if (plan.stages < 2) return plan;
     plan.shared = kBarrierBytes + plan.stages * c.rows * row_bytes;
     per_sm = std::min<int64_t>(per_sm, d.shared_per_multiprocessor / (plan.shared + own));
-    // A block a multiprocessor leaves few partial sums as it is, and modulations per token leave none.
-    if (per_sm > 1 && !p.per_token) plan.cluster = c.cluster;
+    plan.cluster = c.cluster;
   }
   plan.blocks = blocks_of_sample(p, c.rows, static_cast<int>(std::max<int64_t>(per_sm, 1)), plan.cluster, d);
   plan.fits = true;

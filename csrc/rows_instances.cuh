@@ -6,42 +6,51 @@
 
 namespace adaln {
 
-// Blocks that must fit on a multiprocessor, which sets the registers of a thread: the narrower the work of a thread,
-// the more of them. Two type widths, a residual or modulations per token need about twice the registers.
-constexpr int resident(int blocks, bool more_registers) { return more_registers ? (blocks + 1) / 2 : blocks; }
-
 template <typename X, typename Y, bool Residual, bool PerToken>
 cudaError_t forward_form(const Forward& a, const Problem& p, const ForwardChoice& c) {
-  constexpr bool kMore = sizeof(X) != sizeof(Y) || Residual || PerToken;
   constexpr int E = kElements<X, Y>;
-#define ADALN_TRY(V, R, THREADS, BLOCKS, STREAMING)                                                           \
-  if (c.vectors == V && c.rows == R && c.threads == THREADS) {                                                \
-    return launch_forward<V, R, Residual, PerToken, THREADS, resident(BLOCKS, kMore), STREAMING, X, Y>(a, p); \
+  constexpr bool kPlain = !Residual && !PerToken;
+  // RESIDENT: blocks for which registers must suffice on a multiprocessor. Two widths of types need about twice as
+  // many.
+#define ADALN_TRY(V, R, THREADS, RESIDENT, STREAMING)                                               \
+  if (c.vectors == V && c.rows == R && c.threads == THREADS && c.streaming == STREAMING) {          \
+    constexpr int kResident = kPlain && sizeof(X) != sizeof(Y) ? ((RESIDENT) + 1) / 2 : (RESIDENT); \
+    return launch_forward<V, R, Residual, PerToken, THREADS, kResident, STREAMING, X, Y>(a, p);     \
   }
-  if constexpr (!kMore) {
-    if constexpr (E == 8) {
-      ADALN_TRY(3, 4, 64, 8, false)
-      ADALN_TRY(3, 1, 64, 20, true)
-      ADALN_TRY(3, 2, 128, 6, false)
-      ADALN_TRY(7, 1, 96, 9, true)
-      ADALN_TRY(5, 1, 256, 4, true)
-    } else {
-      ADALN_TRY(3, 2, 128, 5, false)
-      ADALN_TRY(3, 1, 128, 9, true)
-      ADALN_TRY(4, 1, 192, 7, false)
-      ADALN_TRY(4, 1, 320, 4, false)
-    }
+  if constexpr (Residual && E == 8) {
+    ADALN_TRY(2, 1, 96, 7, false)
+    ADALN_TRY(3, 1, 128, 6, false)
+    ADALN_TRY(3, 1, 224, 3, false)
+    ADALN_TRY(5, 1, 256, 2, true)
+  } else if constexpr (Residual) {
+    ADALN_TRY(3, 1, 128, 5, false)
+    ADALN_TRY(4, 1, 192, 4, false)
+    ADALN_TRY(4, 1, 320, 3, false)
+  } else if constexpr (PerToken && E == 8) {
+    ADALN_TRY(3, 1, 64, 10, false)
+    ADALN_TRY(3, 1, 128, 6, false)
+    ADALN_TRY(5, 1, 128, 4, false)
+    ADALN_TRY(5, 1, 256, 2, true)
+  } else if constexpr (PerToken) {
+    ADALN_TRY(3, 1, 128, 5, true)
+    ADALN_TRY(4, 1, 192, 4, true)
+    ADALN_TRY(4, 1, 320, 3, true)
   } else if constexpr (E == 8) {
     ADALN_TRY(3, 2, 64, 12, true)
+    ADALN_TRY(3, 1, 64, 16, true)
     ADALN_TRY(5, 1, 96, 13, true)
     ADALN_TRY(5, 1, 128, 8, true)
+    ADALN_TRY(5, 1, 128, 8, false)
     ADALN_TRY(5, 1, 256, 4, true)
   } else {
     ADALN_TRY(3, 1, 128, 9, true)
+    ADALN_TRY(3, 1, 128, 9, false)
     ADALN_TRY(4, 1, 192, 7, true)
+    ADALN_TRY(4, 1, 192, 7, false)
     ADALN_TRY(4, 1, 320, 4, true)
+    ADALN_TRY(4, 1, 320, 4, false)
   }
-  ADALN_TRY(8, 1, 512, 2, true)
+  ADALN_TRY(8, 1, 512, kPlain ? 2 : 1, true)
 #undef ADALN_TRY
   return cudaErrorInvalidConfiguration;
 }
@@ -82,6 +91,7 @@ cudaError_t RowKernels<X, Y>::backward(const Backward& a, const Problem& p, cons
     ADALN_PLAIN(2, 1, true, 96, 5)
     ADALN_PLAIN(2, 2, true, 128, 4)
     ADALN_PLAIN(2, 1, true, 256, 2)
+    ADALN_PLAIN(2, 1, true, 320, 1)
     ADALN_PLAIN(2, 2, false, 320, 1)
     ADALN_PLAIN(3, 2, false, 256, 1)
     ADALN_PLAIN(4, 1, false, 256, 1)

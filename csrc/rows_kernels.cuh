@@ -5,37 +5,53 @@
 
 namespace adaln {
 
-// Columns: row_vectors, from, vectors a thread, rows a block, threads. Wider rows than the last line's take the scalar
-// kernels.
-constexpr ForwardChoice kForward16[] = {{192, 24000, 3, 4, 64}, {192, 0, 3, 1, 64},   {384, 0, 3, 2, 128},
-                                        {640, 0, 7, 1, 96},     {1280, 0, 5, 1, 256}, {4096, 0, 8, 1, 512}};
-constexpr ForwardChoice kForward32[] = {
-    {384, 4096, 3, 2, 128}, {384, 0, 3, 1, 128}, {768, 0, 4, 1, 192}, {1280, 0, 4, 1, 320}, {4096, 0, 8, 1, 512}};
-// With two types, a residual or modulations per token, of which a thread holds more.
-constexpr ForwardChoice kForwardMore16[] = {
-    {192, 0, 3, 2, 64}, {480, 0, 5, 1, 96}, {640, 0, 5, 1, 128}, {1280, 0, 5, 1, 256}, {4096, 0, 8, 1, 512}};
-constexpr ForwardChoice kForwardMore32[] = {
-    {384, 0, 3, 1, 128}, {768, 0, 4, 1, 192}, {1280, 0, 4, 1, 320}, {4096, 0, 8, 1, 512}};
+// Columns: row_vectors, from, vectors a thread, rows a block, threads, streaming. Wider rows than the last line's take
+// the scalar kernels.
+constexpr ForwardChoice kForward16[] = {
+    {192, 8192, 3, 2, 64, true}, {192, 0, 3, 1, 64, true},   {480, 0, 5, 1, 96, true},  {640, 16384, 5, 1, 128, false},
+    {640, 0, 5, 1, 128, true},   {1280, 0, 5, 1, 256, true}, {4096, 0, 8, 1, 512, true}};
+constexpr ForwardChoice kForward32[] = {{384, 16384, 3, 1, 128, false}, {384, 0, 3, 1, 128, true},
+                                        {768, 8192, 4, 1, 192, false},  {768, 0, 4, 1, 192, true},
+                                        {1280, 4096, 4, 1, 320, false}, {1280, 0, 4, 1, 320, true},
+                                        {4096, 0, 8, 1, 512, true}};
+// With a residual: twice the traffic a row.
+constexpr ForwardChoice kForwardResidual16[] = {{192, 0, 2, 1, 96, false},
+                                                {384, 0, 3, 1, 128, false},
+                                                {672, 0, 3, 1, 224, false},
+                                                {1280, 0, 5, 1, 256, true},
+                                                {4096, 0, 8, 1, 512, true}};
+constexpr ForwardChoice kForwardResidual32[] = {
+    {384, 0, 3, 1, 128, false}, {768, 0, 4, 1, 192, false}, {1280, 0, 4, 1, 320, false}, {4096, 0, 8, 1, 512, true}};
+// With modulations per token.
+constexpr ForwardChoice kForwardPerToken16[] = {{192, 0, 3, 1, 64, false},
+                                                {384, 0, 3, 1, 128, false},
+                                                {640, 0, 5, 1, 128, false},
+                                                {1280, 0, 5, 1, 256, true},
+                                                {4096, 0, 8, 1, 512, true}};
+constexpr ForwardChoice kForwardPerToken32[] = {
+    {384, 0, 3, 1, 128, true}, {768, 0, 4, 1, 192, true}, {1280, 0, 4, 1, 320, true}, {4096, 0, 8, 1, 512, true}};
 
 // Columns: row_vectors, from, vectors, rows, keep, threads, resident, blocks_per_sm, stages, cluster. The first line
-// that is wide enough, for so few rows, and whose ring fits the device's shared memory counts. Rows narrower than the
+// that is wide enough, for so many rows, and whose ring fits the device's shared memory counts. Rows narrower than the
 // line's get more blocks, so one layout has a line for each width that wants as many.
 constexpr BackwardChoice kBackward16[] = {
-    {192, 4096, 2, 1, true, 96, 5, 5, 3, 2}, {192, 0, 2, 2, true, 128, 4, 4, 2, 2},
-    {256, 0, 2, 2, true, 128, 4, 4, 2, 2},   {384, 0, 2, 1, true, 256, 2, 2, 3, 2},
-    {512, 0, 2, 1, true, 256, 2, 2, 3, 2},   {640, 16384, 2, 2, false, 320, 1, 1, 4, 1},
-    {640, 0, 2, 2, false, 320, 1, 1, 3, 1},  {768, 0, 3, 2, false, 256, 1, 1, 3, 1},
-    {1024, 0, 4, 1, false, 256, 1, 1, 2, 1}, {2048, 0, 8, 1, false, 256, 1, 1, 2, 1}};
-constexpr BackwardChoice kBackward32[] = {{384, 0, 3, 1, true, 128, 3, 3, 3, 2},
+    {192, 49152, 2, 1, true, 96, 5, 5, 3, 2},  {192, 8192, 2, 1, true, 96, 5, 5, 2, 2},
+    {192, 4096, 2, 1, true, 96, 5, 3, 2, 1},   {192, 0, 2, 1, true, 96, 5, 2, 2, 1},
+    {256, 0, 2, 2, true, 128, 4, 4, 2, 2},     {384, 0, 2, 1, true, 256, 2, 2, 2, 2},
+    {512, 0, 2, 1, true, 256, 2, 2, 3, 2},     {640, 16384, 2, 2, false, 320, 1, 1, 4, 1},
+    {640, 4096, 2, 2, false, 320, 1, 1, 3, 1}, {640, 0, 2, 1, true, 320, 1, 1, 2, 2},
+    {768, 0, 3, 2, false, 256, 1, 1, 3, 1},    {1024, 0, 4, 1, false, 256, 1, 1, 2, 1},
+    {2048, 0, 8, 1, false, 256, 1, 1, 2, 1}};
+constexpr BackwardChoice kBackward32[] = {{384, 4096, 3, 1, true, 128, 3, 3, 3, 2},
+                                          {384, 0, 3, 1, true, 128, 3, 3, 2, 1},
                                           {768, 0, 3, 1, false, 256, 2, 2, 4, 1},
                                           {1280, 0, 4, 1, false, 320, 2, 2, 2, 2},
                                           {2048, 0, 8, 1, false, 256, 1, 1, 2, 1}};
 // With a residual, whose other operands are read after the barrier.
-constexpr BackwardChoice kResidual16[] = {{192, 0, 2, 1, false, 128, 4, 4, 2, 2},
-                                          {256, 0, 2, 1, false, 128, 4, 4, 2, 2},
-                                          {384, 0, 2, 1, false, 256, 2, 2, 2, 2},
-                                          {768, 0, 3, 1, false, 256, 1, 1, 3, 1},
-                                          {1024, 0, 4, 1, false, 256, 1, 1, 2, 1}};
+constexpr BackwardChoice kResidual16[] = {
+    {192, 4096, 2, 1, false, 128, 4, 4, 2, 2}, {192, 0, 2, 1, false, 128, 4, 2, 2, 1},
+    {256, 0, 2, 1, false, 128, 4, 4, 2, 2},    {384, 0, 2, 1, false, 256, 2, 2, 2, 2},
+    {768, 0, 3, 1, false, 256, 1, 1, 3, 1},    {1024, 0, 4, 1, false, 256, 1, 1, 2, 1}};
 constexpr BackwardChoice kResidual32[] = {{384, 0, 2, 1, false, 256, 2, 2, 2, 2},
                                           {1024, 0, 4, 1, false, 256, 1, 1, 2, 1},
                                           {1280, 0, 4, 1, false, 320, 1, 1, 2, 1},
@@ -49,6 +65,25 @@ constexpr BackwardChoice kPerToken32[] = {{384, 0, 3, 1, false, 128, 4, 3, 2, 1}
                                           {1024, 0, 4, 1, false, 256, 1, 1, 2, 1},
                                           {1280, 0, 4, 1, false, 320, 2, 1, 2, 1},
                                           {2048, 0, 4, 1, false, 512, 1, 1, 2, 1}};
+
+// Whether a row keeps every bit of its result, however many rows there are: lines of one width add in the same order,
+// which V and the block's size decide.
+template <typename Choice, int N>
+constexpr bool keeps_bits(const Choice (&table)[N]) {
+  for (int i = 1; i < N; ++i) {
+    const Choice &line = table[i], &above = table[i - 1];
+    if (line.row_vectors < above.row_vectors) return false;
+    if (line.row_vectors == above.row_vectors &&
+        (line.from >= above.from || line.vectors != above.vectors || line.threads != above.threads)) {
+      return false;
+    }
+  }
+  return true;
+}
+static_assert(keeps_bits(kForward16) && keeps_bits(kForward32) && keeps_bits(kForwardResidual16) &&
+              keeps_bits(kForwardResidual32) && keeps_bits(kForwardPerToken16) && keeps_bits(kForwardPerToken32) &&
+              keeps_bits(kBackward16) && keeps_bits(kBackward32) && keeps_bits(kResidual16) &&
+              keeps_bits(kResidual32) && keeps_bits(kPerToken16) && keeps_bits(kPerToken32));
 
 template <typename Choice>
 bool meant_for(const Choice& line, const Problem& p, int row_vectors) {
@@ -80,8 +115,8 @@ struct RowKernels {
 
   static const ForwardChoice* forward_choice(const Problem& p, const Forward& a) {
     const auto line = [&](const auto& table) { return choose(table, p, p.dim / E); };
-    if (sizeof(X) != sizeof(Y) || a.residual() || p.per_token)
-      return E == 4 ? line(kForwardMore32) : line(kForwardMore16);
+    if (a.residual()) return E == 4 ? line(kForwardResidual32) : line(kForwardResidual16);
+    if (p.per_token) return E == 4 ? line(kForwardPerToken32) : line(kForwardPerToken16);
     return E == 4 ? line(kForward32) : line(kForward16);
   }
   static bool forward_fits(const Problem& p, const Forward& a) {

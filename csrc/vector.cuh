@@ -50,7 +50,7 @@ struct alignas(16) Pack {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) word[i] = static_cast<const uint4*>(p)[i];
   }
-  // Streaming: evicted first, as rows are read once.
+  // Streaming: evicted first, as rows are read and written once.
   template <bool Streaming>
   __device__ __forceinline__ void load_global(const void* p) {
     const uint4* const words = static_cast<const uint4*>(p);
@@ -61,11 +61,11 @@ struct alignas(16) Pack {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) static_cast<uint4*>(p)[i] = word[i];
   }
-  // Evicted first: a little faster than `store` where whole rows are written in the order of the launch, and up to 6%
-  // slower where persistent blocks write them (NOTES.md).
-  __device__ __forceinline__ void store_streaming(void* p) const {
+  template <bool Streaming>
+  __device__ __forceinline__ void store_global(void* p) const {
+    uint4* const words = static_cast<uint4*>(p);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) __stcs(static_cast<uint4*>(p) + i, word[i]);
+    for (int i = 0; i < kWords; ++i) Streaming ? __stcs(words + i, word[i]) : void(words[i] = word[i]);
   }
 };
 

@@ -99,7 +99,9 @@ def test_only_y_is_used(device, form, gated):
     assert_close(got, want, BARS[F32])
     if not gated:
         alone = differentiate(layer_norm_modulate, op_cases.Inputs(got.h, inputs.shift, inputs.scale, inputs.dy))
-        assert torch.equal(got.dx, alone.dx) and torch.equal(got.dscale, alone.dscale)
+        assert torch.equal(got.dx, alone.dx)
+        # Not bit for bit: the kernels may group the rows of a sum otherwise.
+        assert op_cases.error(got.dscale, alone.dscale) <= BARS[F32][1]
 
 
 @pytest.mark.parametrize("form", FORMS)
