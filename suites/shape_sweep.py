@@ -151,11 +151,10 @@ def _grid(ranks: int) -> list[Cell]:
     cells = [
         *_shapes_of("wan-1.3b", MODELS["wan-1.3b"].layers, buckets, BUDGET),
         *_full("wan-1.3b", MODELS["wan-1.3b"].layers, buckets[::2], MORE),
-        *_shapes_of("wan-14b", SHALLOW, buckets, BUDGET),
-        *_full("wan-14b", DEEPER, buckets[::4], BUDGET),
     ]
-    if ranks > 1:  # sharded, all of it fits
+    if ranks > 1:  # sharded, all of it fits: before what stands for it
         cells += [("wan-14b", MODELS["wan-14b"].layers, s, 1) for s in buckets if Tokenizer().tokens(s) < 40_000]
+    cells += [*_shapes_of("wan-14b", SHALLOW, buckets, BUDGET), *_full("wan-14b", DEEPER, buckets[::4], BUDGET)]
     return list(dict.fromkeys(cells))
 
 
