@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from repro.suite import Figure
+from suites._campaign import interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,11 +39,12 @@ def _draw_device(
     if curves.empty:
         return []
     samples, bins = int(table["samples"].max()), curves["metric"].nunique()
-    figure, axes = style.subplots(2, 1, 2.2, height_ratios=(2, 1 + 0.1 * len(variants)))
-    top, bottom = axes[:, 0]
     named = {v: f"{style.label(v[0])}, {v[1]}, {WEIGHTINGS[v[2]]}" for v in variants}
     shown = [(v, c) for v, c in zip(variants, COLORS, strict=False) if _of(curves, v).any()]
     compared = [v for v, _ in shown if v != variants[0]]
+    lines = (1.9, 0.45 + 0.33 * max(1, len(compared)))  # two lines of text for each that is compared
+    figure, axes = style.subplots(2, 1, 0.5 + sum(lines) / 2, height_ratios=lines)
+    top, bottom = axes[:, 0]
     for variant, color in shown:
         own = curves[_of(curves, variant)]
         by_seed = own.assign(k=own["metric"].str.removeprefix("curve_at_").astype(int))
@@ -54,6 +56,10 @@ def _draw_device(
         if not first:
             each = differences(table, variant)
             bottom.plot(each, np.full(each.size, compared.index(variant)), "o", color=color, ms=4)
+            if each.size > 1:
+                i = interval(each)
+                at, ends = compared.index(variant) + 0.27, [[i.value - i.low], [i.high - i.value]]
+                bottom.errorbar(i.value, at, xerr=ends, fmt="|", color=color, capsize=2)
     top.set(xlabel="samples seen", ylabel="training loss", xlim=(0, samples), ylim=(0, None))
     for end in (-margin, margin):
         bottom.axvline(end, color=style.GREY, ls="--")
@@ -65,8 +71,8 @@ def _draw_device(
     style.legend(figure, ["measured"], axes=[top])
     caption = (
         f"Loss at equal samples on {device}: a small model on procedural moving shapes. Above: mean over seeds with "
-        f"their range. Below: a point a seed, against {named[variants[0]]}; equivalent where the 95% interval of the "
-        f"mean lies within {margin:g}% (dashed)."
+        f"their range. Below: a point a seed, against {named[variants[0]]}, and under the points their mean with its "
+        f"95% interval; equivalent where that lies within {margin:g}% (dashed)."
     )
     return [Figure(f"loss_parity-{device}", figure, caption, ("T5",))]
 

@@ -127,10 +127,12 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
     real = differences(own, ADAPTIVELOAD, "real-small")
     ends = [_final(own, v, "moving-shapes") for v in (BASELINE, ADAPTIVELOAD)]
     before = own[(own["metric"] == "loss_before") & (own["corpus"] == "moving-shapes")]["value"].mean()
+    updates = [_final(own, v, "moving-shapes", "steps").mean() for v in (BASELINE, ADAPTIVELOAD)]
     note = (
         f"held-out loss after {EPOCHS * SAMPLES:,} samples against {' '.join(BASELINE)}, {i.n} seeds paired (Student's "
         f"t): a model of {SIZES['small']['layers']} blocks, {SIZES['small']['dim']} wide, on procedural clips, from "
-        f"{before:.2f} to {float(ends[0].mean()):.3f}; one micro-batch a step and rank on {RANKS} ranks, M_mem (a); "
+        f"{before:.2f} to {float(ends[0].mean()):.3f}; one micro-batch a step and rank on {RANKS} ranks, M_mem (a): "
+        f"{updates[0]:.0f} updates, of AdaptiveLoad {updates[1]:.0f}; "
         f"differences of others: {told}; on clips and photographs {_told(real)}"
     )
     before_after = float(ends[0].mean()), float(ends[1].mean())
@@ -163,11 +165,11 @@ def _case(model: str, run: tuple[str, Variant, int], samples: int, seconds: floa
     return Case(dict(zip(PARAMETERS, values, strict=True)), seconds)
 
 
-def _final(own: pd.DataFrame, variant: Variant, corpus: str) -> pd.Series:
-    """Final held-out loss by seed."""
+def _final(own: pd.DataFrame, variant: Variant, corpus: str, metric: str = "loss_after") -> pd.Series:
+    """Final held-out loss, or another metric of a run, by seed."""
     policy, adaln, weighting = variant
     at = own[(own["policy"] == policy) & (own["adaln"] == adaln) & (own["weighting"] == weighting)]
-    at = at[(at["corpus"] == corpus) & (at["metric"] == "loss_after")]
+    at = at[(at["corpus"] == corpus) & (at["metric"] == metric)]
     return at.set_index(at["seed"].astype(int))["value"].astype(float)
 
 

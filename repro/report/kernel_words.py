@@ -6,7 +6,8 @@ Cells whose newest row of `fused` is of older kernels than another cell's are le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from repro.records import Store
@@ -26,9 +27,12 @@ def section(store: Store, device: str) -> str:
     tables = newest(recorded, store.runs(device) if device else [])
     told = [f"with modulation {name} {at}" for form, name in FORMS.items() if (at := _form(tables, form))]
     text = "nothing is recorded yet" if not told else "; ".join(told)
+    beside, ever = _rivals(tables), _rivals(recorded)
+    others = f" ({_names(beside)})" if told else ""
+    older = f" Beside older kernels only: {_names(ever - beside)}." if ever - beside else ""
     return (
         f"{START}\nOf sizes and dtypes measured on {device or 'a GPU'} with the newest kernels recorded there, `fused` "
-        f"takes the least device time of all implementations {text}.\n{END}"
+        f"takes the least device time of all implementations{others} {text}.{older}\n{END}"
     )
 
 
@@ -43,10 +47,27 @@ def newest(tables: Sequence[pd.DataFrame], runs: Sequence[Mapping[str, Any]]) ->
 
 def beaten(rows: pd.DataFrame, form: str, direction: str) -> pd.Series:
     """Of each cell that has `fused` in one suite's rows, the implementation that takes less device time, or "fused"."""
+    return _times(rows, form, direction).idxmin(axis=1)
+
+
+def _times(rows: pd.DataFrame, form: str, direction: str) -> pd.DataFrame:
+    """Device times of the cells that have `fused`; a column an implementation."""
     at = rows[(rows["metric"] == "time") & (rows["form"] == form) & (rows["pass"] == direction)]
     wide = at.pivot_table(index=CELL, columns="impl", values="value").drop(columns="stream", errors="ignore")
-    wide = wide[wide["fused"].notna()] if "fused" in wide else wide.iloc[:0]
-    return wide.idxmin(axis=1)
+    return wide[wide["fused"].notna()] if "fused" in wide else wide.iloc[:0]
+
+
+def _names(found: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(found))
+
+
+def _rivals(tables: Sequence[pd.DataFrame]) -> set[str]:
+    """What `fused` was measured beside, in any cell."""
+    found = (
+        _times(rows, form, direction).dropna(axis=1, how="all").columns
+        for rows, form, direction in product((t for t in tables if len(t)), FORMS, ("forward", "backward"))
+    )
+    return {str(name) for names in found for name in names} - {"fused"}
 
 
 def _form(tables: Sequence[pd.DataFrame], form: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from itertools import combinations
 from pathlib import Path
 
 import pandas as pd
@@ -117,15 +118,23 @@ def test_recorded_durations_are_those_of_the_runs() -> None:
 
 def test_what_is_said_of_the_same_cells_on_two_machines_is_so() -> None:
     text = CAMPAIGN.read_text()
-    device, *runs = re.findall(r"<!-- twice: (\S+) (\S+) (\S+) -->", text)[0]
+    device, *runs = re.findall(r"<!-- twice: (.*?) -->", text)[0].split()
     cell = ["policy", "adaln", "sync", "protocol", "corpus", "micro_batches"]
     tables = [STORE.rows("throughput_measured", device, "full", run) for run in runs]
-    first, second = (t.loc[t["metric"] == "tokens_per_s", [*cell, "value", "ci_low", "ci_high"]] for t in tables)
-    both = first.merge(second, on=cell, suffixes=("_1", "_2"))
-    agree = (both["ci_low_1"] <= both["ci_high_2"]) & (both["ci_low_2"] <= both["ci_high_1"])
-    differ = 100 * (both["value_2"] / both["value_1"] - 1)
-    assert f"have {len(both)} epochs in\ncommon" in text and f"in {agree.sum()} of {len(both)}; they differ by" in text
-    assert differ.max() < 0 and f"{-differ.max():.1f}% to {-differ.min():.1f}%" in text
+    rates = [t.loc[t["metric"] == "tokens_per_s", [*cell, "value", "ci_low", "ci_high"]] for t in tables]
+    agree, slower = [], []
+    for first, second in combinations(rates, 2):
+        both = first.merge(second, on=cell, suffixes=("_1", "_2"))
+        assert f"have {len(both)} epochs in\ncommon" in text
+        meet = (both["ci_low_1"] <= both["ci_high_2"]) & (both["ci_low_2"] <= both["ci_high_1"])
+        agree.append(f"{meet.sum()} of {len(both)}")
+        differ = 100 * (1 - both["value_2"] / both["value_1"])
+        slower.append(f"{differ.min():.1f}% to {differ.max():.1f}%")
+        assert set(both.loc[~meet, "policy"] + " " + both.loc[~meet, "protocol"]) <= {"balanced matched"}
+        assert set(both.loc[~meet, "adaln"]) <= {"eager"}
+    told = "in {} (first and second run), {} (first and third) and {}\n(second and third)"
+    assert told.format(*agree) in text
+    assert "the second is {} slower than the first, the third {}.".format(*slower[:2]) in text
 
 
 def test_every_row_s_run_is_on_record() -> None:

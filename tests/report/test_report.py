@@ -191,10 +191,16 @@ def test_where_the_fused_op_is_fastest_is_counted_over_suites():
         ),
     )
     text = kernel_words.section(store, "nvidia-h200")
-    assert "with modulation per sample at 1 of 3 forward (elsewhere `quack`, `compile`); with" in text
+    assert "all implementations (`compile`, `eager`, `quack`) with modulation per sample at 1 of 3 forward" in text
+    assert "at 1 of 3 forward (elsewhere `quack`, `compile`); with" in text
     assert text.endswith(f"with modulation per token at 1 of 1 backward.\n{kernel_words.END}")
     before = kernel_times("kernel_speed", "per_sample", "forward", [ours] * 5, run="2025")
     store.tables["kernel_speed"] = pd.concat([before[before["tokens"] > 3], store.tables["kernel_speed"]])
     assert kernel_words.section(store, "nvidia-h200") == text, "older kernels say nothing of today's"
+    older = kernel_times("peers", "per_sample", "forward", [{**tied, "liger": 2.5}] * 2, run="2025")
+    store.tables["peers"] = older
+    told = kernel_words.section(store, "nvidia-h200")
+    assert "all implementations (`compile`, `eager`) with" in told
+    assert told.endswith(f"Beside older kernels only: `liger`, `quack`.\n{kernel_words.END}")
     assert "nothing is recorded yet" in kernel_words.section(Recorded(), "nvidia-h200")
     assert "nothing is recorded yet" in kernel_words.section(store, "")

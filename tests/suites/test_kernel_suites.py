@@ -117,6 +117,28 @@ def test_kernel_speed_rows(direction: str) -> None:
         assert row.ci_low <= row.value <= row.ci_high
 
 
+def test_no_time_of_calls_is_taken_beside_a_busy_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's own times do not wait for the host; a CPU is always its own host."""
+    torch = pytest.importorskip("torch")
+    from repro.measure import kernel_rows, machine, stream
+
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(stream, "_best", known)
+
+    def metrics() -> set[str]:
+        return {m.metric for m in bench.rows("stream", "forward", problem, "seed")}
+
+    bench = kernel_rows.Bench(torch.device("cpu"), 0.001)
+    problem = kernel_rows.Problem(1, 16, 16, torch.float32, "per_sample", None)
+    monkeypatch.setattr(machine, "load_average", lambda: 1e9)
+    assert "time_called" in metrics()
+    bench.device = torch.device("cuda")  # what was timed is kept: nothing is launched
+    monkeypatch.setattr(stream, "_best", {(dtype, mix, bench.device): best for (dtype, mix, _), best in known.items()})
+    assert metrics() == {"time", "bandwidth", "ceiling"}
+    monkeypatch.setattr(machine, "load_average", lambda: 0.0)
+    assert "time_called" in metrics()
+
+
 def test_kernel_speed_refuses_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from repro.measure import kernel_rows, norm_modulate, verify

@@ -128,6 +128,15 @@ def test_b6_is_the_held_out_error_of_the_power_law():
     assert shape_sweep.evidence(rows_of(by_power)[:9]) == []
 
 
+def test_single_samples_do_not_decide():
+    """The model that decides, whole and fitted exactly: but no two samples of it were ever taken together."""
+    rows = rows_of(lambda b, s: 1e-6 * b * np.float64(s) ** 1.3, gpus(2))
+    single = rows[(rows["model"] == "wan-1.3b") | (rows["layers"] == 40) & (rows["batch"] == 1)]
+    (found,), (told,) = shape_sweep.evidence(rows), shape_sweep.evidence(single)
+    assert found.decides and "single samples" not in found.note
+    assert not told.decides and "single samples" in told.note and "wan-14b, 40 layers" in told.note
+
+
 def test_shapes_without_memory_take_no_part():
     rows = rows_of(lambda b, s: 1e-6 * b * np.float64(s) ** 1.3, models=("wan-1.3b",))
     whole, _ = shape_sweep.fitted(rows, "wan-1.3b", 30)
