@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -174,9 +174,12 @@ def forget(suite: Suite, case: Case, machine: Machine) -> None:
         suite.forget(case, machine)
 
 
-def tell(suite: Suite, rows: pd.DataFrame) -> dict[str, str]:
-    """What the suite says in the documents, by name. rows: its `full` rows of all devices, with column `device`."""
-    return dict(suite.tell(rows)) if hasattr(suite, "tell") else {}
+def tell(suite: Suite, read: Callable[[], pd.DataFrame]) -> dict[str, str]:
+    """What the suite says in the documents, by name; nothing is read for one that says nothing.
+
+    read: its `full` rows of all devices, with column `device`.
+    """
+    return dict(suite.tell(read())) if hasattr(suite, "tell") else {}
 
 
 def other_needs(suite: Suite) -> list[str]:

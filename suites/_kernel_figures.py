@@ -47,7 +47,7 @@ def draw(rows: pd.DataFrame, paper: Paper, claims: Sequence[str], dtypes: Sequen
     for device, own in rows.groupby("device", sort=True):
         for metric, dtype in product(METRICS, dtypes):
             table = own[(own["metric"] == metric) & (own["dtype"] == dtype)]
-            if len(table):
+            if table["tokens"].nunique() > 1:  # a single size is no line
                 found.append(_draw_device(str(device), table, metric, dtype, paper, tuple(claims)))
     return [*found, *_draw_devices(rows[rows["dtype"] == dtypes[0]], paper, tuple(claims))]
 

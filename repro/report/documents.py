@@ -9,6 +9,7 @@ Suites tell the text (`repro.suite.tell`); `remaining` counts the campaign's cas
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def sections(
     errors = []
     for name, suite in suites.items():
         try:
-            found |= registry.tell(suite, store.rows(name, None, "full")) if hasattr(suite, "tell") else {}
+            found |= registry.tell(suite, functools.partial(store.rows, name, None, "full"))
         except Exception as e:
             errors.append(f"{name}: not told in the documents: {type(e).__name__}: {e}")
     return found, errors
