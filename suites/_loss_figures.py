@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Variant = tuple[str, str, str]
 WEIGHTINGS = {"batch_mean": "batch means", "sample": "samples alike"}
 Differences = Callable[..., "np.ndarray[Any, Any]"]
-COLORS = ("#000000", "#D55E00", "#E69F00", "#56B4E9", "#999999", "#0072B2", "#009E73")
+COLORS = ("#000000", "#D55E00", "#E69F00", "#56B4E9", "#CC79A7", "#0072B2", "#009E73")
 
 
 def draw(own: pd.DataFrame, differences: Differences, variants: Sequence[Variant], margin: float) -> list[Figure]:
@@ -64,7 +64,8 @@ def _draw_device(
     for end in (-margin, margin):
         bottom.axvline(end, color=style.GREY, ls="--")
     bottom.axvline(0, color=style.BLACK, linewidth=0.8)
-    bottom.set_yticks(range(len(compared)), [named[v].replace(", ", ",\n", 1) for v in compared])
+    texts = [f"{named[v].replace(', ', f',{chr(10)}', 1)}; n = {differences(table, v).size}" for v in compared]
+    bottom.set_yticks(range(len(compared)), texts)
     bottom.set_ylim(len(compared) - 0.5, -0.5)
     bottom.set_xlabel("final held-out loss over the baseline's of the same seed, %")
     bottom.grid(axis="y", visible=False)

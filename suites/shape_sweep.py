@@ -109,10 +109,11 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         f"trainer's own FSDP path, nothing set by hand. {told}. The same sweep, fit and batch table are what "
         "`python -m repro.train --calibrate` does before it trains"
     )
-    several = power.observations.batch.max() > 1
+    seen = power.observations
+    several = any(np.unique(seen.batch[seen.tokens == s]).size > 1 for s in np.unique(seen.tokens))
     if not several:
-        note += "; single samples only: what a batch costs was not tested"
-    # A sweep that was cut short has the smaller model or single samples, which err less: it must not decide by that.
+        note = f"no length in two batch sizes, so that what a batch costs was not tested; {note}"
+    # A sweep that was cut short has the smaller model or one batch a length, which err less: it must not decide.
     return [Evidence("B6", value, low, high, "measured", note=note, decides=several and model == assumptions.MODEL)]
 
 

@@ -230,8 +230,8 @@ def load_average() -> float:
 
 
 def is_crowded() -> bool:
-    """Whether more ran or waited to run in the last minute than this process has cores."""
-    return load_average() > _cores()
+    """Whether more ran or waited to run in the last minute than the host has cores, this process's and others'."""
+    return load_average() > (os.cpu_count() or 1)
 
 
 def _cores() -> int:

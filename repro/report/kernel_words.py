@@ -29,7 +29,7 @@ def section(store: Store, device: str) -> str:
     text = "nothing is recorded yet" if not told else "; ".join(told)
     beside, ever = _rivals(tables), _rivals(recorded)
     others = f" ({_names(beside)})" if told else ""
-    older = f" Beside older kernels only: {_names(ever - beside)}." if ever - beside else ""
+    older = f" Measured beside older kernels only: {_names(ever - beside)}." if ever - beside else ""
     return (
         f"{START}\nOf sizes and dtypes measured on {device or 'a GPU'} with the newest kernels recorded there, `fused` "
         f"takes the least device time of all implementations{others} {text}.{older}\n{END}"
@@ -62,12 +62,12 @@ def _names(found: Iterable[str]) -> str:
 
 
 def _rivals(tables: Sequence[pd.DataFrame]) -> set[str]:
-    """What `fused` was measured beside, in any cell."""
+    """What of others' `fused` was measured beside, in any cell."""
     found = (
         _times(rows, form, direction).dropna(axis=1, how="all").columns
         for rows, form, direction in product((t for t in tables if len(t)), FORMS, ("forward", "backward"))
     )
-    return {str(name) for names in found for name in names} - {"fused"}
+    return {str(name) for names in found for name in names} - {"fused", "dtile"}
 
 
 def _form(tables: Sequence[pd.DataFrame], form: str) -> str:

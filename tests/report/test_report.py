@@ -201,6 +201,6 @@ def test_where_the_fused_op_is_fastest_is_counted_over_suites():
     store.tables["peers"] = older
     told = kernel_words.section(store, "nvidia-h200")
     assert "all implementations (`compile`, `eager`) with" in told
-    assert told.endswith(f"Beside older kernels only: `liger`, `quack`.\n{kernel_words.END}")
+    assert told.endswith(f"Measured beside older kernels only: `liger`, `quack`.\n{kernel_words.END}")
     assert "nothing is recorded yet" in kernel_words.section(Recorded(), "nvidia-h200")
     assert "nothing is recorded yet" in kernel_words.section(store, "")

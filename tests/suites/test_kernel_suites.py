@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -135,8 +136,10 @@ def test_no_time_of_calls_is_taken_beside_a_busy_host(monkeypatch: pytest.Monkey
     bench.device = torch.device("cuda")  # what was timed is kept: nothing is launched
     monkeypatch.setattr(stream, "_best", {(dtype, mix, bench.device): best for (dtype, mix, _), best in known.items()})
     assert metrics() == {"time", "bandwidth", "ceiling"}
-    monkeypatch.setattr(machine, "load_average", lambda: 0.0)
+    monkeypatch.setattr(machine, "load_average", lambda: float(os.cpu_count() or 1))
     assert "time_called" in metrics()
+    monkeypatch.setattr(machine, "load_average", lambda: (os.cpu_count() or 1) + 0.1)
+    assert "time_called" not in metrics()
 
 
 def test_kernel_speed_refuses_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +240,8 @@ def test_k1_and_k2_come_from_their_cell() -> None:
     assert "fused is the fastest in all 32 cells" in kernel_speed.evidence(old)[0].note, "of older kernels"
     with style.context():
         told = [{f.name: f.caption for f in kernel_speed.draw(r)}["kernel_speedup-nvidia-h200"] for r in (rows, old)]
+        single = rows[rows["tokens"] == 64_000]
+        assert not [f for f in kernel_speed.draw(single) if f.name.endswith("nvidia-h200")], "a size is no line"
     assert ["earlier kernels" in caption for caption in told] == [False, True]
     assert claims.BY_ID["K1"].rule.verdict(3.21, k1) == "exceeded"
     assert claims.BY_ID["K2"].rule.verdict(1.42, k2) == "reproduced"

@@ -8,8 +8,9 @@ import pytest
 
 from repro.claims import BY_ID, judge
 from repro.measure.machine import read_machine
+from repro.report import style
 from repro.suite import load
-from suites import loss_parity
+from suites import _campaign, loss_parity
 
 GPU = SimpleNamespace(has_gpu=True, gpu_count=1)
 CPU = SimpleNamespace(has_gpu=False, gpu_count=0)
@@ -21,7 +22,9 @@ def rows(loss):
     for case in loss_parity.cases("full", GPU):
         key = dict(case.key)
         final = loss((key["policy"], key["adaln"], key["weighting"]), key["seed"])
-        for metric, value in (("loss_before", 1.2), ("loss_after", final)):
+        steps = 160 if key["policy"] == "equal_token" else 140
+        values = {"loss_before": 1.2, "loss_after": final, "steps": steps, "curve_at_0": 1.0, "curve_at_1": final}
+        for metric, value in values.items():
             table.append({"suite": "loss_parity", "device": "gpu", **key, "metric": metric, "value": value})
     return pd.DataFrame(table)
 
@@ -57,6 +60,7 @@ def test_differences_are_paired_by_seed():
     assert (e.claim, e.kind) == ("T5", "measured") and e.value == pytest.approx(1.0)
     assert e.treated / e.baseline == pytest.approx(1.01)
     assert judge(BY_ID["T5"], e)[0] == "reproduced"
+    assert "160 updates, of AdaptiveLoad 140;" in e.note
     assert loss_parity.margin() == 2.0
     assert loss_parity.evidence(table[table["seed"] == 0]) == []
 
@@ -66,6 +70,23 @@ def test_a_worse_or_uncertain_loss_is_no_equivalence():
     assert judge(BY_ID["T5"], loss_parity.evidence(worse)[0])[0] == "not reproduced"
     noisy = rows(lambda v, seed: 0.5 * (1 + 0.1 * (-1) ** seed * (v == loss_parity.ADAPTIVELOAD)))
     assert judge(BY_ID["T5"], loss_parity.evidence(noisy)[0])[0] == "ambiguous"
+
+
+def test_the_figure_has_a_point_a_seed_and_the_interval_that_judges():
+    table = rows(lambda v, seed: 0.5 + 0.01 * seed * (v == loss_parity.ADAPTIVELOAD))
+    with style.context():
+        (figure,) = loss_parity.draw(table)
+        bottom = figure.figure.axes[1]
+        texts = [t.get_text() for t in bottom.get_yticklabels()]
+    at = next(k for k, text in enumerate(texts) if "dual constraint" in text and text.endswith("batch means; n = 6"))
+    points = next(line for line in bottom.lines if list(line.get_ydata()) == [at] * 6)
+    differences = loss_parity.differences(table, loss_parity.ADAPTIVELOAD)
+    assert list(points.get_xdata()) == pytest.approx(list(differences))
+    i = _campaign.interval(differences)
+    (ends,) = bottom.containers[at].lines[2][0].get_segments()
+    assert ends[:, 0] == pytest.approx([i.low, i.high]) and (i.low, i.high) == pytest.approx(
+        (loss_parity.evidence(table)[0].ci_low, loss_parity.evidence(table)[0].ci_high)
+    )
 
 
 def test_a_smoke_run_learns():

@@ -128,13 +128,16 @@ def test_b6_is_the_held_out_error_of_the_power_law():
     assert shape_sweep.evidence(rows_of(by_power)[:9]) == []
 
 
-def test_single_samples_do_not_decide():
-    """The model that decides, whole and fitted exactly: but no two samples of it were ever taken together."""
+def test_one_batch_a_length_does_not_decide():
+    """The model that decides, whole and fitted exactly: but what a batch costs cannot be seen."""
     rows = rows_of(lambda b, s: 1e-6 * b * np.float64(s) ** 1.3, gpus(2))
-    single = rows[(rows["model"] == "wan-1.3b") | (rows["layers"] == 40) & (rows["batch"] == 1)]
-    (found,), (told,) = shape_sweep.evidence(rows), shape_sweep.evidence(single)
-    assert found.decides and "single samples" not in found.note
-    assert not told.decides and "single samples" in told.note and "wan-14b, 40 layers" in told.note
+    (found,) = shape_sweep.evidence(rows)
+    assert found.decides and "batch costs" not in found.note
+    whole = rows[rows["layers"] == 40]
+    largest = whole.groupby("tokens")["batch"].transform("max") == whole["batch"]
+    for part in (whole[whole["batch"] == 1], whole[largest]):
+        (told,) = shape_sweep.evidence(part)
+        assert not told.decides and told.note.startswith("no length in two batch sizes")
 
 
 def test_shapes_without_memory_take_no_part():
