@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from repro import suite as registry
-from repro.measure.machine import Machine, load_average, read_clocks, throttle_watch
+from repro.measure.machine import Machine, host_cores, load_average, read_clocks, throttle_watch
 from repro.measure.throttle import METRIC, Watch
 from repro.records import Run, Store, case_key
 from repro.records.files import WriteError
@@ -192,9 +192,9 @@ def measure(
         clocks = {"unavailable": "computed elsewhere"} if elsewhere else read_clocks(machine.gpu_count)
         clocks |= {"throttled": outcome.throttled, "largest_load": outcome.load}
         store.finish(run, status, outcome.counts, clocks)
-        if not elsewhere and outcome.load > machine.cores:
+        if not elsewhere and outcome.load > host_cores():
             told = (
-                f"The host was busy (load {outcome.load:.0f} on {machine.cores} cores): what waits for it took longer."
+                f"The host was busy (load {outcome.load:.0f} on {host_cores()} cores): what waits for it took longer."
             )
             console.print(Text(f"{told} On an idle machine, --again measures anew.", style="yellow"))
 

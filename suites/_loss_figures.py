@@ -41,7 +41,7 @@ def _draw_device(
     samples, bins = int(table["samples"].max()), curves["metric"].nunique()
     named = {v: f"{style.label(v[0])}, {v[1]}, {WEIGHTINGS[v[2]]}" for v in variants}
     shown = [(v, c) for v, c in zip(variants, COLORS, strict=False) if _of(curves, v).any()]
-    compared = [v for v, _ in shown if v != variants[0]]
+    compared = {v: differences(table, v) for v, _ in shown if v != variants[0]}
     lines = (1.9, 0.45 + 0.33 * max(1, len(compared)))  # two lines of text for each that is compared
     figure, axes = style.subplots(2, 1, 0.5 + sum(lines) / 2, height_ratios=lines)
     top, bottom = axes[:, 0]
@@ -54,17 +54,17 @@ def _draw_device(
         top.plot(x, by_seed.mean(axis=1), color=color, lw=2.8 if first else 1.2, label=named[variant])
         top.fill_between(x, by_seed.min(axis=1), by_seed.max(axis=1), color=color, alpha=0.12, linewidth=0)
         if not first:
-            each = differences(table, variant)
-            bottom.plot(each, np.full(each.size, compared.index(variant)), "o", color=color, ms=4)
+            at, each = list(compared).index(variant), compared[variant]
+            bottom.plot(each, np.full(each.size, at), "o", color=color, ms=4)
             if each.size > 1:
                 i = interval(each)
-                at, ends = compared.index(variant) + 0.27, [[i.value - i.low], [i.high - i.value]]
-                bottom.errorbar(i.value, at, xerr=ends, fmt="|", color=color, capsize=2)
+                ends = [[i.value - i.low], [i.high - i.value]]
+                bottom.errorbar(i.value, at + 0.27, xerr=ends, fmt="|", color=color, capsize=2)
     top.set(xlabel="samples seen", ylabel="training loss", xlim=(0, samples), ylim=(0, None))
     for end in (-margin, margin):
         bottom.axvline(end, color=style.GREY, ls="--")
     bottom.axvline(0, color=style.BLACK, linewidth=0.8)
-    texts = [f"{named[v].replace(', ', f',{chr(10)}', 1)}; n = {differences(table, v).size}" for v in compared]
+    texts = [named[v].replace(", ", ",\n", 1) + f"; n = {each.size}" for v, each in compared.items()]
     bottom.set_yticks(range(len(compared)), texts)
     bottom.set_ylim(len(compared) - 0.5, -0.5)
     bottom.set_xlabel("final held-out loss over the baseline's of the same seed, %")

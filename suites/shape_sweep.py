@@ -161,8 +161,7 @@ def _grid(ranks: int) -> list[Cell]:
     ]
     if ranks > 1:  # sharded, all of it fits: before what stands for it
         short = tuple(s for s in buckets if Tokenizer().tokens(s) <= WHOLE)
-        cells += [*_full("wan-14b", MODELS["wan-14b"].layers, short, WHOLE)]
-        cells += [("wan-14b", MODELS["wan-14b"].layers, s, 1) for s in short]
+        cells += _shapes_of("wan-14b", MODELS["wan-14b"].layers, short, WHOLE)
     cells += [*_shapes_of("wan-14b", SHALLOW, buckets, BUDGET), *_full("wan-14b", DEEPER, buckets[::4], BUDGET)]
     return list(dict.fromkeys(cells))
 

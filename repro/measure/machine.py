@@ -116,7 +116,7 @@ def read_machine(gpus: int | None = None, nodes: int = 1) -> Machine:
         raise ValueError(f"gpus must be told for {nodes} nodes, a multiple of that on all together, got {gpus}")
     gpus = None if gpus is None else gpus // nodes
     facts = _Facts()
-    cores = _cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     facts.record["cores"] = cores
     _read_host(facts)
     visible = [] if gpus == 0 else _visible(facts)
@@ -225,17 +225,13 @@ def _host_memory() -> int:
 
 
 def load_average() -> float:
-    """Processes that ran or waited to run, mean over the last minute: above `cores`, CPU times are those of a crowd."""
+    """Processes that ran or waited to run, mean over the last minute: above `host_cores`, times are a crowd's."""
     return round(os.getloadavg()[0], 2)
 
 
-def is_crowded() -> bool:
-    """Whether more ran or waited to run in the last minute than the host has cores, this process's and others'."""
-    return load_average() > (os.cpu_count() or 1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+def host_cores() -> int:
+    """Cores of the host, this process's and others': the load average is that of the host too."""
+    return os.cpu_count() or 1
 
 
 def _omp_num_threads() -> int:

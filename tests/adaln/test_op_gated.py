@@ -100,8 +100,10 @@ def test_only_y_is_used(device, form, gated):
     if not gated:
         alone = differentiate(layer_norm_modulate, op_cases.Inputs(got.h, inputs.shift, inputs.scale, inputs.dy))
         assert torch.equal(got.dx, alone.dx)
-        # Not bit for bit: the kernels may group the rows of a sum otherwise.
-        assert op_cases.error(got.dscale, alone.dscale) <= BARS[F32][1]
+        if device == "cpu":
+            assert torch.equal(got.dscale, alone.dscale)
+        else:  # the kernels of both forms group the rows of a sum each in its own way
+            assert op_cases.error(got.dscale, alone.dscale) <= BARS[F32][1]
 
 
 @pytest.mark.parametrize("form", FORMS)

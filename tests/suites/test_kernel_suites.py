@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -136,9 +135,9 @@ def test_no_time_of_calls_is_taken_beside_a_busy_host(monkeypatch: pytest.Monkey
     bench.device = torch.device("cuda")  # what was timed is kept: nothing is launched
     monkeypatch.setattr(stream, "_best", {(dtype, mix, bench.device): best for (dtype, mix, _), best in known.items()})
     assert metrics() == {"time", "bandwidth", "ceiling"}
-    monkeypatch.setattr(machine, "load_average", lambda: float(os.cpu_count() or 1))
+    monkeypatch.setattr(machine, "load_average", lambda: float(machine.host_cores()))
     assert "time_called" in metrics()
-    monkeypatch.setattr(machine, "load_average", lambda: (os.cpu_count() or 1) + 0.1)
+    monkeypatch.setattr(machine, "load_average", lambda: machine.host_cores() + 0.1)
     assert "time_called" not in metrics()
 
 
