@@ -21,7 +21,8 @@ struct Extent {
 // Variance in two passes over registers: each warp centres on its own mean (no E[x^2] - mean^2, which loses a spread of
 // 1 on a mean of 1e4), then the warps' (mean, sum of squared deviations) are merged (Chan, Golub & LeVeque 1979).
 //
-// Streaming: x is loaded and y stored to be evicted first, which small sizes gain by and large ones lose by (NOTES.md).
+// Streaming: x and the branch are loaded and y is stored to be evicted first, which small sizes gain by and large ones
+// lose by (NOTES.md).
 template <typename X, typename Y, int V, int R, bool Residual, bool PerToken, int Threads, int Blocks, bool Streaming>
 __global__ void __launch_bounds__(Threads, Blocks) forward_rows(const Forward a, const Extent extent) {
   constexpr int E = kElements<X, Y>;

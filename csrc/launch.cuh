@@ -123,8 +123,11 @@ inline Plan make_plan(const Problem& p, int row_vectors, int row_bytes, const Ba
   Plan plan;
   plan.choice = &c;
   plan.threads = threads_for(row_vectors, c.vectors);
-  // Narrower rows than the line's make smaller blocks, of which more fit.
+  // Narrower rows than the line's make smaller blocks, of which more fit; each needs some rows, since it costs a
+  // partial sum.
+  const int64_t rows_per_sm = (p.batch * p.rows + d.multiprocessors - 1) / d.multiprocessors;
   int64_t per_sm = std::min(16, c.blocks_per_sm * c.row_vectors / row_vectors);
+  if (!p.per_token) per_sm = std::min(per_sm, std::max<int64_t>(c.blocks_per_sm, rows_per_sm / 4));
   if (d.bulk) {
     const int own = 2048;  // the kernel's own arrays and what the driver keeps
     const int room = d.shared_per_block - kBarrierBytes - own;

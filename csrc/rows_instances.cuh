@@ -10,8 +10,8 @@ template <typename X, typename Y, bool Residual, bool PerToken>
 cudaError_t forward_form(const Forward& a, const Problem& p, const ForwardChoice& c) {
   constexpr int E = kElements<X, Y>;
   constexpr bool kPlain = !Residual && !PerToken;
-  // RESIDENT: blocks for which registers must suffice on a multiprocessor. Two widths of types need about twice as
-  // many.
+  // RESIDENT: blocks for which registers must suffice on a multiprocessor. Two widths of types need about twice the
+  // registers, which leaves room for half the blocks.
 #define ADALN_TRY(V, R, THREADS, RESIDENT, STREAMING)                                               \
   if (c.vectors == V && c.rows == R && c.threads == THREADS && c.streaming == STREAMING) {          \
     constexpr int kResident = kPlain && sizeof(X) != sizeof(Y) ? ((RESIDENT) + 1) / 2 : (RESIDENT); \

@@ -67,10 +67,13 @@ constexpr BackwardChoice kPerToken32[] = {{384, 0, 3, 1, false, 128, 4, 3, 2, 1}
                                           {2048, 0, 4, 1, false, 512, 1, 1, 2, 1}};
 
 // Whether a row keeps every bit of its result, however many rows there are: lines of one width add in the same order,
-// which V and the block's size decide.
+// which V decides (and with it the block's size), and the last of them takes what is left.
 template <typename Choice, int N>
 constexpr bool keeps_bits(const Choice (&table)[N]) {
-  for (int i = 1; i < N; ++i) {
+  for (int i = 0; i < N; ++i) {
+    const bool last = i == N - 1 || table[i + 1].row_vectors != table[i].row_vectors;
+    if (last != (table[i].from == 0)) return false;
+    if (i == 0) continue;
     const Choice &line = table[i], &above = table[i - 1];
     if (line.row_vectors < above.row_vectors) return false;
     if (line.row_vectors == above.row_vectors &&

@@ -102,6 +102,13 @@ def test_a_launch_stays_within_the_chip(plans: dict[Question, Plan]) -> None:
         assert q.batch > 1 or plan.blocks <= 16 * chip.multiprocessors, (q, plan, "more than one wave")
 
 
+def test_partial_sums_are_a_fraction_of_the_rows(plans: dict[Question, Plan]) -> None:
+    """Two float32 rows a block, where the rows themselves are read twice and written once."""
+    for q, plan in plans.items():
+        if plan.fits and q.form == "per_sample" and q.rows >= 1024:
+            assert plan.partials <= 0.6 * q.rows, (q, plan)
+
+
 def test_a_ring_of_rows_only_where_bulk_copies_are(plans: dict[Question, Plan]) -> None:
     """Elsewhere threads load for themselves: no shared memory is asked for, and no cluster."""
     for q, plan in plans.items():

@@ -70,6 +70,23 @@ def test_many_rows_and_samples(kind, form, shape):
     assert_same_bits(run(inputs), got)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dim", [512, 1536, 5120])
+def test_a_row_does_not_depend_on_how_many_there_are(kind, form, dtype, dim):
+    """Many rows take another layout than a few; results of a row keep every bit, to the last row."""
+    if form == "per_frame":
+        pytest.skip("fewer rows would be fewer frames")
+    make, run = kind
+    inputs, rows = make((1, 20_003, dim), "cuda", dtype, form=form), 20_003
+    whole = run(inputs)
+    for some in (slice(0, 1000), slice(rows - 1000, rows)):
+        of_rows = [t is not None and t.ndim == 3 and t.shape[1] == rows for t in inputs]
+        few = type(inputs)(*(t[:, some].contiguous() if of else t for t, of in zip(inputs, of_rows, strict=True)))
+        for name, a, b in zip(whole._fields, whole, run(few), strict=True):
+            if a is not None and a.ndim == 3 and a.shape[1] == rows:
+                assert torch.equal(a[:, some], b), name
+
+
 @pytest.mark.parametrize("frames", [1, 3, 7, 21])
 @pytest.mark.parametrize("rows", [1, 2, 131, 1560])
 def test_frames(kind, frames, rows):
