@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,6 +15,7 @@ from repro.wan import checkpoint_index
 from tests.faults import moments
 from tests.faults.lost_ranks import FAULT_AT, Rank, in_a_long_step
 from tests.faults.moments_train import EVERY, Train
+from tests.wan.test_nodes import free_port
 
 PATIENCE = ("--timeout", "12")
 """More than a busy machine takes from one exchange of the ranks to the next."""
@@ -31,12 +31,6 @@ FAULTS = {
     "cannot_log": ((1, rf"rank 0: .*steps\.csv {FULL}"), (0, "")),
     "has_a_full_disk": ((1, r"step-\d+ could not be written"), (1, r"step-\d+ could not be written")),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def run(folder: Path, fault: str, *options: str) -> list[moments.Ended]:
