@@ -106,11 +106,11 @@ Tensor modulation_rows_of(const Tensor& m, const Shape& shape) {
   return m.reshape({shape.batch, shape.per_token ? shape.rows : 1, shape.dim}).to(ScalarType::Float);
 }
 
-// h = x + gate * branch where the kernels cannot fuse it.
+// h = x + gate * branch where the kernels cannot fuse it. Sums of views take these views' order: made contiguous.
 Tensor add_residual(const Tensor& x, const Tensor& branch, const Maybe& gate, const Shape& shape) {
   Tensor added = rows_of(branch, shape);
   if (gate) added = at::mul(added, modulation_rows_of(*gate, shape));
-  return at::add(rows_of(x, shape), added).to(x.scalar_type()).reshape(x.sizes());
+  return at::add(rows_of(x, shape), added).to(x.scalar_type()).reshape(x.sizes()).contiguous();
 }
 
 struct Outputs {
@@ -177,7 +177,7 @@ Gradients add_residual_gradients(const Shape& shape, const Tensor& dy, const May
   Gradients out =
       launch_backward(shape, dy, {}, x.to(ScalarType::Float), {}, {}, scale, statistics, shift_dtype, false);
   Tensor total = rows_of(out.dx, shape);
-  if (dh) total = at::add(total, rows_of(*dh, shape));
+  if (dh) total = at::add(total, rows_of(*dh, shape)).contiguous();
   out.dx = total.to(x.scalar_type()).reshape(x.sizes());
   if (gate) {
     out.dbranch = at::mul(total, modulation_rows_of(*gate, shape)).to(branch->scalar_type()).reshape(x.sizes());
@@ -193,6 +193,10 @@ Gradients launch_backward(const Shape& shape, const Tensor& dy_in, const Maybe& 
                           const Tensor& statistics, ScalarType shift_dtype, bool dtile) {
   const adaln::Problem problem = problem_of(shape);
   const int64_t rows = shape.batch * shape.rows;
+  TORCH_CHECK_VALUE(statistics.sizes() == at::IntArrayRef({2, rows}) && statistics.is_contiguous() &&
+                        statistics.device() == x_in.device(),
+                    "statistics must be those of the forward, [2, ", rows, "] on ", x_in.device(), ", got ",
+                    statistics.sizes(), " on ", statistics.device());
   const Tensor x = with_dense_rows(x_in, shape);
   const bool via_float = crosses(x.scalar_type(), dy_in.scalar_type());
   const Tensor dy = with_dense_rows(via_float ? dy_in.to(ScalarType::Float) : dy_in, shape);

@@ -59,7 +59,9 @@ inline bool vectorizable(const Modulation& m) {
                               0;
 }
 
-inline int threads_for(int row_vectors, int vectors) { return ((row_vectors + vectors - 1) / vectors + 31) / 32 * 32; }
+constexpr int threads_for(int row_vectors, int vectors) {
+  return ((row_vectors + vectors - 1) / vectors + 31) / 32 * 32;
+}
 
 // A line of the forward's tables in rows_kernels.cuh: for `from` rows or more of at most `row_vectors` vectors, this
 // instance.
@@ -124,7 +126,7 @@ inline Plan make_plan(const Problem& p, int row_vectors, int row_bytes, const Ba
   plan.choice = &c;
   plan.threads = threads_for(row_vectors, c.vectors);
   // Narrower rows than the line's make smaller blocks, of which more fit; each needs some rows, since it costs a
-  // partial sum.
+  // partial sum. (Short samples get fewer than these where that fills the device better.)
   const int64_t rows_per_sm = (p.batch * p.rows + d.multiprocessors - 1) / d.multiprocessors;
   int64_t per_sm = std::min(16, c.blocks_per_sm * c.row_vectors / row_vectors);
   if (!p.per_token) per_sm = std::min(per_sm, std::max<int64_t>(c.blocks_per_sm, rows_per_sm / 4));

@@ -67,12 +67,14 @@ constexpr BackwardChoice kPerToken32[] = {{384, 0, 3, 1, false, 128, 4, 3, 2, 1}
                                           {2048, 0, 4, 1, false, 512, 1, 1, 2, 1}};
 
 // Whether a row keeps every bit of its result, however many rows there are: lines of one width add in the same order,
-// which V decides (and with it the block's size), and the last of them takes what is left.
+// which V decides (and with it the block's size), and the last of them takes what is left. And whether every block is
+// as small as its instance was compiled for.
 template <typename Choice, int N>
-constexpr bool keeps_bits(const Choice (&table)[N]) {
+constexpr bool sound(const Choice (&table)[N]) {
   for (int i = 0; i < N; ++i) {
     const bool last = i == N - 1 || table[i + 1].row_vectors != table[i].row_vectors;
     if (last != (table[i].from == 0)) return false;
+    if (threads_for(table[i].row_vectors, table[i].vectors) > table[i].threads) return false;
     if (i == 0) continue;
     const Choice &line = table[i], &above = table[i - 1];
     if (line.row_vectors < above.row_vectors) return false;
@@ -83,10 +85,9 @@ constexpr bool keeps_bits(const Choice (&table)[N]) {
   }
   return true;
 }
-static_assert(keeps_bits(kForward16) && keeps_bits(kForward32) && keeps_bits(kForwardResidual16) &&
-              keeps_bits(kForwardResidual32) && keeps_bits(kForwardPerToken16) && keeps_bits(kForwardPerToken32) &&
-              keeps_bits(kBackward16) && keeps_bits(kBackward32) && keeps_bits(kResidual16) &&
-              keeps_bits(kResidual32) && keeps_bits(kPerToken16) && keeps_bits(kPerToken32));
+static_assert(sound(kForward16) && sound(kForward32) && sound(kForwardResidual16) && sound(kForwardResidual32) &&
+              sound(kForwardPerToken16) && sound(kForwardPerToken32) && sound(kBackward16) && sound(kBackward32) &&
+              sound(kResidual16) && sound(kResidual32) && sound(kPerToken16) && sound(kPerToken32));
 
 template <typename Choice>
 bool meant_for(const Choice& line, const Problem& p, int row_vectors) {

@@ -130,10 +130,12 @@ def _measure(case: Case, machine: Machine) -> list[Measurement]:
     found: dict[str, tuple[float, ...]] = {}
     for other in _impls(cell, machine):
         if other not in ("stream", "fused"):
-            # Whoever is not there, wrong or too large is told by a case of its own.
-            with contextlib.suppress(CaseSkipped, verify.WrongResultError, torch.OutOfMemoryError):
-                times = _attempt(other, functools.partial(bench.times, other, direction, problem))
-                found[other] = times.device.samples_us
+            # Whoever is not there, wrong, too large or faster than memory is told by a case of its own.
+            with contextlib.suppress(
+                CaseSkipped, verify.WrongResultError, kernel_rows.HarnessError, torch.OutOfMemoryError
+            ):
+                _attempt(other, functools.partial(bench.rows, other, direction, problem, seed))
+                found[other] = bench.times(other, direction, problem).device.samples_us
     unfused = found.pop("unfused", None)
     if unfused is not None:
         rows.append(measured("over_unfused", "x", ratio_interval(unfused, fused, seed)))

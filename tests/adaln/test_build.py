@@ -226,6 +226,15 @@ def test_built_once_then_loaded_from_the_cache(machine, builder, monkeypatch, ca
     assert build.ensure_loaded() and len(builder) == 1 and not capsys.readouterr().err
 
 
+def test_the_users_environment_is_put_back(machine, builder, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    path = os.environ["PATH"]
+    assert build.ensure_loaded()
+    (call,) = builder
+    assert call["architectures"] == "9.0", "what is built is for the visible GPUs"
+    assert (os.environ["TORCH_CUDA_ARCH_LIST"], os.environ["PATH"]) == ("8.0", path)
+
+
 def test_a_killed_build_is_built_again(machine, builder):
     """A folder without its completion mark is not trusted, and PyTorch's lock file in it not waited for."""
     directory = build.build_directory()

@@ -152,9 +152,10 @@ def test_the_stride_of_a_single_sample_may_be_anything(device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", ["x", "branch", "gate", "dh", "dy"])
 @pytest.mark.parametrize("form", FORMS)
-def test_strides(device, form, which, layout):
-    """Unaligned and transposed tensors cannot be fused as they are; answers stay the same."""
-    inputs = op_cases.make_gated((2, 6, 64), device, form=form)
+@pytest.mark.parametrize("dim", [64, 65])
+def test_strides(device, form, which, layout, dim):
+    """Unaligned and transposed tensors, and of an odd width all, cannot be fused as they are; answers stay the same."""
+    inputs = op_cases.make_gated((2, 6, dim), device, form=form)
     tensor = getattr(inputs, which)
     if form == "per_sample" and which == "gate" and layout == "batch_inside":
         pytest.skip("[B, D] has no second sample axis")

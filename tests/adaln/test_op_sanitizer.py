@@ -5,7 +5,8 @@ written and did not stays unwritten, for initcheck to see.
 
 Widths stand for lines of the launch tables: one warp, the three of Wan's models, and wider ones up to where a block's
 registers no longer hold a row. Few rows are enough for what a block does at its start and end; `LONG` has as many as
-make every block of an H200 come round its ring of rows in shared memory, in one sample and in several.
+make every block of an H200 come round its ring of rows in shared memory, in one sample and in several, a row and two at
+a time (test_launch_plans.py works it out).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TYPES = SAME | NARROWING | OTHERS
 """Of x and y."""
 
 DIMS = (64, 1536, 3072, 5120, 8192, 12288, 20000)
-LONG = [(1, 901, 1536), (8, 113, 1536), (1, 671, 5120)]
+LONG = [(1, 1601, 1536), (8, 201, 1536), (2, 1601, 2048), (1, 801, 5120), (2, 501, 6144)]
 MANY = (300, 3, 1536)
 
 NORMS = [

@@ -55,6 +55,7 @@ def test_clean(machine, tool, capsys):
     for call, name in zip(calls.read_text().splitlines(), CLEAN, strict=True):
         assert call.startswith(f"1 --tool {name} ") and "-m pytest tests/adaln/test_op_sanitizer.py" in call
         assert ("kns=adaln" in call) == (name != "initcheck"), "initcheck has to see what other kernels write"
+        assert ("--num-cuda-barriers 16 " in call) == (name == "racecheck"), "as many as a ring may have"
         ports.add(call.split("--port ")[1].split()[0])
     assert len(ports) == 3, "tools may run side by side"
 

@@ -147,6 +147,26 @@ def test_a_wrong_peer_fails_its_own_case_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("fresh_bench")
+def test_a_peer_faster_than_memory_is_no_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own case fails; of the fused op's nothing is worked out from times that cannot be."""
+    from repro.measure import kernel_rows
+
+    bounded = kernel_rows.Bench._ceiling
+
+    def ceiling(self: Any, impl: str, *rest: Any) -> Any:
+        if impl == "eager":
+            raise kernel_rows.HarnessError("eager reads 120% of the fastest stream")
+        return bounded(self, impl, *rest)
+
+    monkeypatch.setattr(kernel_rows.Bench, "_ceiling", ceiling)
+    monkeypatch.setattr(peers, "_impls", lambda cell, machine: ["stream", "eager", "wan", "fused"])
+    with pytest.raises(kernel_rows.HarnessError):
+        rows(case("eager"))
+    got, wan = rows(case("fused")), rows(case("wan"))
+    assert got["over_best_peer"].value == pytest.approx(wan["time"].value / got["time"].value)
+
+
+@pytest.mark.usefixtures("fresh_bench")
 def test_without_kernels_the_fused_op_is_skipped_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from repro.adaln import build
 
