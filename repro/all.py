@@ -87,7 +87,7 @@ def main(
         if minutes is not None and not math.isfinite(minutes):
             raise typer.BadParameter(f"must be a number of minutes, got {minutes}", param_hint="--minutes")
         nodes = _nodes(nnodes, node_rank, rendezvous, measure and not device)
-        _check_folders(results, figures)
+        _check_folders(results, figures, measure or dry_run)
         chosen_profile = cast(Profile, profile)
         store = Store(results)
         suites, errors = runner.load_suites()
@@ -187,8 +187,11 @@ def _check(profile: str, only: list[str] | None, device: str | None, results: Pa
         raise typer.BadParameter(unknown("device", device, devices), param_hint="--device")
 
 
-def _check_folders(results: Path, figures: Path | None) -> None:
-    """Stop at the door where no results can be read or nothing can be written. Raises BadParameter."""
+def _check_folders(results: Path, figures: Path | None, new: bool) -> None:
+    """Stop at the door where no results can be read or nothing can be written. new: results may begin here.
+
+    Raises BadParameter.
+    """
     for option, folder in (("--results", results), ("--figures", figures)):
         if folder is None:
             continue
@@ -196,7 +199,12 @@ def _check_folders(results: Path, figures: Path | None) -> None:
             files.require_target(folder / "file")
         except OSError as error:
             raise typer.BadParameter(str(error), param_hint=option) from error
-    for device in Store(results).devices():
+    devices = Store(results).devices()
+    if not devices and not new:
+        raise typer.BadParameter(
+            f"{results} has rows of no device: nothing to judge or to draw", param_hint="--results"
+        )
+    for device in devices:
         for path in (*(results / device).glob("*.csv"), *(results / device).glob("runs.jsonl")):
             if not path.is_file():
                 raise typer.BadParameter(f"{path} must be a file: move the folder away", param_hint="--results")

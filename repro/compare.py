@@ -26,7 +26,7 @@ from repro.names import unknown
 from repro.records import files
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH = 140
+WIDTH = 200
 """Columns of the tables where the output is no terminal."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -95,7 +95,7 @@ def _ratios(comparison: Comparison, cells: Sequence[Shared], threshold: float) -
     ax.set_yticks(range(len(lines)), [label for label, _ in lines])
     ax.set_ylim(len(lines) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)
-    ax.set_xlabel(f"time over the baseline's; shaded: ±{threshold:.0%}\n{fixed}")
+    ax.set_xlabel(f"time over the baseline's\nshaded: ±{threshold:.0%}\n{fixed}")
     style.legend(figure, [])
     return figure
 

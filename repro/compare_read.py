@@ -44,7 +44,8 @@ class SourceError(ValueError):
 class Source:
     """One column of the comparison.
 
-    label: what it is called, of all sources different. device: slug, or the machine's name. machine: facts of the run
+    label: what it is called, of all sources different. device: its folder's name, a slug unless somebody renamed it, or
+    the machine's name. slug: as the run records have it, where they do. machine: facts of the run
     that its newest rows stem from. about: versions, commit and time of that run. parameters: of each suite, in the
     order of its file. notes: what could not be read.
     """
@@ -58,6 +59,7 @@ class Source:
     notes: tuple[str, ...] = ()
     store: Store | None = field(default=None, repr=False, compare=False)
     recorded: Mapping[Cell, npt.NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    slug: str = ""
     _read: dict[tuple[str, str], Samples] = field(default_factory=dict, repr=False, compare=False)
 
     def cells(self) -> dict[Cell, dict[str, Any]]:
@@ -134,7 +136,8 @@ def same_device(a: Source, b: Source) -> bool:
     """Whether both were measured on one kind of device: equal slugs, and no fact known of both that differs."""
     facts = GPU_FACTS if a.machine.get("gpu_count") and b.machine.get("gpu_count") else (*GPU_FACTS, *CPU_FACTS)
     known = [f for f in facts if a.machine.get(f) is not None and b.machine.get(f) is not None]
-    return a.device == b.device and all(a.machine[f] == b.machine[f] for f in known)
+    alike = (a.slug or a.device) == (b.slug or b.device)
+    return alike and all(a.machine[f] == b.machine[f] for f in known)
 
 
 def _devices(text: str, results: Path) -> list[tuple[Store, str]]:
@@ -216,7 +219,8 @@ def _source(
     }
     parameters = {str(f["suite"].iloc[0]): parameter_columns(c for c in f.columns if c != "device") for f in frames}
     notes = tuple(dict.fromkeys(str(w.message) for w in (*caught, *more)))
-    return Source(label, device, machine, about, rows, parameters, notes, store)
+    slug = str(newest.get("device", ""))
+    return Source(label, device, machine, about, rows, parameters, notes, store, slug=slug)
 
 
 def _told(caught: Sequence[warnings.WarningMessage]) -> str:

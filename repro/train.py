@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --steps 1000 --out runs/first
     python -m repro.train --model tiny --corpus tiny --m-mem 256 --steps 20 --out runs/tiny     # one process, any CPU
 
-The same command goes on where an interrupted run stopped; SIGTERM or SIGUSR1 stops it after the step under way, saved.
+The same command goes on where an interrupted run stopped; Ctrl-C, SIGTERM or SIGUSR1 stops it after the step under
+way, saved; a second one at once.
 Exit codes of a rank: 0 done or stopped so, 1 a loss was not finite, memory ran out, a checkpoint or the log could not
-be written or other ranks were lost, 2 nothing to train with, 130 interrupted. One line says why; --debug shows more.
+be written or other ranks were lost, 2 nothing to train with, 130 interrupted before training began or twice. One line
+says why; --debug shows more.
 """
 
 from __future__ import annotations
@@ -96,8 +98,8 @@ def main(
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
-    Exit codes: 0 done, or stopped by SIGTERM or SIGUSR1 and saved, 1 a loss not finite, memory or disk full, ranks
-    lost, 2 nothing to train with, 130 interrupted.
+    Ctrl-C, SIGTERM or SIGUSR1 let the step under way finish, and save it. Exit codes: 0 done, or stopped so, 1 a loss
+    not finite, memory or disk full, ranks lost, 2 nothing to train with, 130 interrupted before training or twice.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
@@ -158,6 +160,7 @@ def main(
         code, running = _told(error, running, debug)
     except KeyboardInterrupt:
         code = 130
+        typer.echo(f"interrupted; {GOES_ON}", err=True)
     if not (running and code):
         leave()
     elif _among_others():

@@ -50,7 +50,7 @@ UNITS = {name: metrics.UNITS.get(name, "fraction") for name in
 
 
 def cases(profile: Profile, machine: Machine) -> list[Case]:
-    """The measured number of ranks, to hold against what was measured, and those that the paper speaks of beyond it."""
+    """As many ranks as the claims are about first, then fewer, down to the measured ones, to hold against these."""
     if profile == "smoke":
         (first, *_) = throughput_measured.cases(profile, machine)
         start = Setting.of(first.key)
@@ -61,7 +61,7 @@ def cases(profile: Profile, machine: Machine) -> list[Case]:
     if machine.gpu_count < 2:
         return []
     model, layers = _epochs.scaled_model(machine.gpu_count)
-    ranks = [machine.gpu_count, *(r for r in (_epochs.CLAIMED_RANKS, CLAIMED) if r > machine.gpu_count)]
+    ranks = [*(r for r in (CLAIMED, _epochs.CLAIMED_RANKS) if r > machine.gpu_count), machine.gpu_count]
     settings = [Setting(p, a, r, model=model) for r in ranks for a in ADALNS for p in POLICIES]
     return [_case(s, layers, machine.gpu_count) for s in settings]
 

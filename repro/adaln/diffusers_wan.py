@@ -98,8 +98,10 @@ def accelerate(model: nn.Module) -> Accelerated:
     already stays so, and the handle of the second call undoes nothing.
 
     Raises TypeError for a model that is no Wan transformer, RuntimeError where the installed Diffusers' forward is not
-    one of those known, ValueError where a module is hooked or its forward replaced.
+    one of those known, ValueError where a module is hooked, compiled or its forward replaced.
     """
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("the model is compiled already (torch.compile): accelerate before that")
     blocks, norm_out = getattr(model, "blocks", None), getattr(model, "norm_out", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks) or not isinstance(norm_out, nn.Module):
         raise TypeError(f"accelerate needs a Diffusers WanTransformer3DModel, got {_name(type(model))}")

@@ -281,7 +281,7 @@ def make(
             return EqualTokenSameBucket(budget)
         case "dual_constraint" | "dual_constraint_same_bucket":
             if m_comp is None or p is None:
-                raise ValueError(f"{name} needs m_comp and p, got m_comp={m_comp}, p={p}")
+                raise ValueError(f"{name} needs m_comp and p (repro.balance.limits.choose), got m_comp={m_comp}, p={p}")
             rule = DualConstraint if name == "dual_constraint" else DualConstraintSameBucket
             return rule(m_mem, m_comp, p)
         case "quadratic_budget":

@@ -67,7 +67,8 @@ def largest_batches(corpus: Corpus, m_mem: int) -> IntArray:
         k = int(corpus.bucket_of[first])
         raise ValueError(
             f"sample {first} ({corpus.shapes[k]}, {corpus.tokens[k]} tokens) exceeds the memory limit of {m_mem} "
-            f"tokens a micro-batch, as do {int(counts[over].sum()) - 1} others: drop or crop them, or raise m_mem"
+            f"tokens a micro-batch, as do {int(counts[over].sum()) - 1} others: drop or crop them, or raise the limit "
+            "(m_mem, --m-mem)"
         )
     return np.where(counts > 0, m_mem // corpus.tokens, 1)
 

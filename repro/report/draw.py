@@ -134,7 +134,13 @@ def draw_claims(rows: Sequence[tables.Row], folder: Path, others: Sequence[table
     with style.context():
         figures = [Figure("claims", overview.draw(rows), "Every claim of the paper: its value, ours, the verdict.")]
         if (figure := overview.draw_devices([*rows, *others])) is not None:
-            figures.append(Figure("claims-devices", figure, "The claims that were judged on several devices."))
+            figures.append(
+                Figure(
+                    "claims-devices",
+                    figure,
+                    "The claims that were judged on several devices, but for those that a threshold decides.",
+                )
+            )
         for overall in figures:
             save(overall.figure, folder, overall.name)
     text = "# The paper's claims\n\n" + tables.markdown(rows, notes=True)

@@ -48,7 +48,7 @@ class StepLog(Protocol):
 
 
 class StopSignals:
-    """SIGTERM and SIGUSR1, with which schedulers announce the end: asked for inside `with`, they end a run in order.
+    """Ctrl-C, and SIGTERM and SIGUSR1, with which schedulers announce the end: inside `with` they end a run in order.
 
     asked: the first signal's name, None before. A second one acts as it would have. told: what is said on stderr when
     the first one comes, since the step under way may outlast the patience of who sent it.
@@ -60,7 +60,9 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as of a shell's background jobs
+                self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:

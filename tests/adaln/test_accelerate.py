@@ -208,6 +208,8 @@ def test_what_the_op_would_pass_by_is_refused() -> None:
     block.forward = types.MethodType(lambda self, *args: args[0], block)
     with pytest.raises(ValueError, match=r"forward of .*WanTransformerBlock has been replaced"):
         accelerate(model)
+    with pytest.raises(ValueError, match="compiled already"):
+        accelerate(torch.compile(wan()))
 
 
 def test_undoing_out_of_order_is_refused() -> None:

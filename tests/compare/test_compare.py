@@ -164,6 +164,20 @@ def test_without_run_records_the_slug_decides(recorder):
     assert words(recorder.call(old, new).output) == {"SAME": 4}
 
 
+def test_a_renamed_folder_is_of_the_device_that_its_runs_name(recorder):
+    old, new = recorder.run("before"), recorder.run("after", seed=1)
+    done = recorder.call(old.rename(recorder.root / "last-week"), new)
+    assert words(done.output) == {"SAME": 4} and "last-week" in done.output
+
+
+def test_what_tells_cells_apart_is_not_cut_where_output_is_no_terminal(recorder):
+    wide = [("per_sample", "bf16", 1, 1536, "each-micro-batch"), ("per_token", "fp32-bf16", 8, 131072, "once-a-step")]
+    names = ("form", "dtype", "batch", "dim", "ranks-meet")
+    cells = [cell | dict(zip(names, values, strict=True)) for values in wide for cell in CELLS]
+    runs = [recorder.run("a", cells=cells), recorder.run("b", cells=cells, factor=1.3, seed=1)]
+    assert "\u2026" not in recorder.call(*runs, "--all").output
+
+
 def test_rows_that_both_hold_are_not_compared_with_themselves(recorder):
     old = recorder.run("before")
     shutil.copytree(old, recorder.root / "copy" / "acme-1")

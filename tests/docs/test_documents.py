@@ -137,6 +137,16 @@ def test_what_is_said_of_the_same_cells_on_two_machines_is_so() -> None:
     assert "the second is {} slower than the first, the third {}.".format(*slower[:2]) in text
 
 
+def test_how_long_a_pass_took_before_and_among_steps() -> None:
+    text = " ".join(CAMPAIGN.read_text().split())
+    rows = pd.read_csv(ROOT / "results" / "nvidia-h200-x2" / "throughput_measured.csv")
+    rows = rows[(rows["metric"] == "solo_at_1x46800") & (rows["adaln"] == "fused")]
+    (first,) = re.findall(r"taken before the epochs \(run (\S+)\)", text)
+    before = rows["run_id"].str.startswith(first) | (rows["policy"] == "calibration")
+    told = [f"{at.min():.0f} to {at.max():.0f} ms" for at in (rows.loc[before, "value"], rows.loc[~before, "value"])]
+    assert "took {} before an engine's first epoch and {} after or among the steps".format(*told) in text
+
+
 def test_how_far_a_seed_that_was_run_twice_ends_apart() -> None:
     rows = pd.read_csv(ROOT / "results" / "nvidia-h200" / "loss_parity.csv")
     rows = rows[(rows["metric"] == "loss_after") & (rows["policy"] == "equal_token") & (rows["adaln"] == "eager")]

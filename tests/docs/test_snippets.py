@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from repro.plan import app as planner
 from tests.docs.documents import ROOT, blocks
 
 torch = pytest.importorskip("torch")
@@ -54,3 +56,8 @@ def test_a_loop_with_the_sampler(tmp_path, monkeypatch, capsys) -> None:
     assert "600 samples in" in shown and "480x832" in shown
     for batch, micro_batch in zip(names["loader"], sampler.micro_batches(), strict=True):
         assert tuple(batch.tolist()) == micro_batch.sample_ids
+    written = CliRunner().invoke(planner, ["clips.csv", "--write", "plan.yaml"])
+    assert written.exit_code == 0, written.output
+    names = execute(LIBRARY, "limits.choose(", **names)
+    assert names["policy"].schedule(names["corpus"], names["sampler"].layout).steps > 0
+    assert set(names["plan"].batch_size) == set(names["corpus"].shapes) and capsys.readouterr().out.startswith("[]\n")

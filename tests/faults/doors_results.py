@@ -17,6 +17,7 @@ ARGUMENTS = [
     options(ALL, "empty", "no suite ''", "--only", ""),
     options(ALL, "empty", "no device ''", "--device", ""),
     options(ALL, "missing", "no device 'nvidia-h900'", "--device", "nvidia-h900"),
+    options(ALL, "missing", "--results.*rows of no device", "--no-measure", "--results", "reslts"),
     options(ALL, "malformed", "No such option", "--profil", "full"),
     options(ALL, "malformed", "unexpected extra argument", "full"),
     options(ALL, "malformed", "no suite 'kernel_sped'; nearest: kernel_speed", "--only", "kernel_sped"),

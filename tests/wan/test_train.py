@@ -28,6 +28,7 @@ from repro.wan.log import COLUMNS
 from repro.wan.model import WanModel
 from repro.wan.samples import FlowLosses
 from repro.wan.shards import ShardWriter
+from repro.wan.trainer import StopSignals
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model", "tiny", "--layers", "1", "--corpus", "tiny", "--samples", "60", "--m-mem", "256", "--device", "cpu"]
@@ -281,8 +282,27 @@ def test_two_nodes_meet_at_one_rendezvous(tmp_path):
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000003\n"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_scheduler_s_signal_ends_a_run_in_order(tmp_path, name):
+def test_the_second_signal_acts_as_it_would_have():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.asked == "SIGINT"
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_a_shell_ignores_in_the_background_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.asked is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_ends_a_run_in_order(tmp_path, name):
     """Sent to one of two ranks, in the middle of a step: both finish it, save, and exit 0; the same command goes on."""
     options = ("--steps", "100000", "--save-every", "100000", "--log-every", "1", "--lr", "1e-6")
     agent = torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", options=options)
