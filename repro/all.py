@@ -200,10 +200,8 @@ def _check_folders(results: Path, figures: Path | None, new: bool) -> None:
         except OSError as error:
             raise typer.BadParameter(str(error), param_hint=option) from error
     devices = Store(results).devices()
-    if not devices and not new:
-        raise typer.BadParameter(
-            f"{results} has rows of no device: nothing to judge or to draw", param_hint="--results"
-        )
+    if not new and not any(Store(results).suites(d) for d in devices):
+        raise typer.BadParameter(f"{results} has rows of no device: nothing to draw", param_hint="--results")
     for device in devices:
         for path in (*(results / device).glob("*.csv"), *(results / device).glob("runs.jsonl")):
             if not path.is_file():

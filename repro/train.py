@@ -98,8 +98,8 @@ def main(
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
-    Ctrl-C, SIGTERM or SIGUSR1 let the step under way finish, and save it. Exit codes: 0 done, or stopped so, 1 a loss
-    not finite, memory or disk full, ranks lost, 2 nothing to train with, 130 interrupted before training or twice.
+    Exit codes: 0 done, or stopped by Ctrl-C, SIGTERM or SIGUSR1 and saved, 1 a loss not finite, memory or disk full,
+    ranks lost, 2 nothing to train with, 130 interrupted twice.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first

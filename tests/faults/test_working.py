@@ -124,13 +124,13 @@ def test_a_read_only_folder_is_named_and_can_be_read(tmp_path: Path) -> None:
         work = partial(_without_rights, partial(_options, subject, *options))
         return moments.finish(moments.start(work, tmp_path), tmp_path)
 
-    assert run("--no-measure").code == 0
+    assert run().code == 0
     folders = [p for p in (subject.results, *subject.results.rglob("*")) if p.is_dir()]
     before = {p: p.read_bytes() for p in subject.results.rglob("*") if p.is_file()}
     for folder in folders:
         folder.chmod(0o555)
     try:
-        for options, named in (((), HERE), (("--no-measure",), "claims.csv")):
+        for options, named in ((("--again",), f"{HERE}/runs.jsonl"), (("--no-measure",), "claims.csv")):
             refused = run(*options)
             (error,) = (line for line in refused.said.splitlines() if line.startswith("error: "))
             assert refused.code == 2 and f"{named} could not be written: Permission denied" in error, refused.said
