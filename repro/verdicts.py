@@ -117,7 +117,7 @@ def judge_all(store: Store, suites: Mapping[str, Suite]) -> tuple[list[Verdict],
             try:
                 for evidence in suite.evidence(rows):
                     verdict, reason = judge(BY_ID[evidence.claim], evidence)
-                    note = "; ".join(filter(None, (reason, evidence.note, throttle.told(own))))
+                    note = "; ".join(filter(None, (reason, evidence.note, throttle.told(rows))))
                     newest = str(own["run_id"].max())
                     claim, gpus = BY_ID[evidence.claim], gpus_of(store, device)
                     found.append(Verdict(claim, verdict, note, evidence, device, gpus, newest, name))

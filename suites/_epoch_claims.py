@@ -53,10 +53,11 @@ def evidence(own: pd.DataFrame, samples: Callable[[Setting], int]) -> list[Evide
     fused = {p: epoch_gain(own, replace(base, policy=p), replace(base, policy=p, adaln="fused")) for p in POLICIES}
     if (gained := fused["equal_token"]) is not None:
         told = ", ".join(f"{p} {_percent(g)}" for p, g in fused.items() if g is not None)
-        wan = epoch_gain(own, replace(base, adaln="wan"), replace(base, adaln="fused"))
+        sides = replace(base, adaln="wan"), replace(base, adaln="fused")
+        wan = _percent(epoch_gain(own, *sides)) + " (of another run)" * of_different_runs(own, *sides)
         note = (
             f"whole steps, update included, the same schedule on both sides: {about(base)}; over eager: {told}; over "
-            f"Wan's own fp32 formula (equal_token): {_percent(wan)}; blocks are {MODELS[base.model].dim:,} wide, and "
+            f"Wan's own fp32 formula (equal_token): {wan}; blocks are {MODELS[base.model].dim:,} wide, and "
             "wider ones have less of it"
         )
         values = [lookup(own, replace(base, adaln=a), "tokens_per_s") for a in ("eager", "fused")]
@@ -94,6 +95,12 @@ def epoch_gain(own: pd.DataFrame, base: Setting, treated: Setting) -> Interval |
         return None
     paired = replace(base, adaln=treated.adaln) == treated
     return _epochs.gain(before, after, paired, f"throughput_measured/{base}/{treated}")
+
+
+def of_different_runs(own: pd.DataFrame, base: Setting, treated: Setting) -> bool:
+    """Whether two epochs were taken in different runs, so that machines and kernels may differ beside the settings."""
+    rows = [lookup(own, s, "tokens_per_s") for s in (base, treated)]
+    return len({r["run_id"] for r in rows if r is not None}) > 1
 
 
 def _correlations(own: pd.DataFrame, base: Setting, about: str) -> list[Evidence]:

@@ -9,7 +9,7 @@ from repro.balance.campaign import Setting
 from repro.measure.stats import Interval
 from repro.report.documents import NOTHING, kept, table
 from suites._campaign import lookup
-from suites._epoch_claims import REPLAY_BARS, epoch_gain
+from suites._epoch_claims import REPLAY_BARS, epoch_gain, of_different_runs
 from suites._epochs import POLICIES, depth
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def _fused(device: str, rows: pd.DataFrame, settings: list[Setting]) -> str:
         gain = epoch_gain(rows, replace(s, adaln="eager"), s) if s.adaln == "fused" else None
         if gain is not None:
             told = _cell(s)
-            cells.append([*told[:3], told[4], _percent(gain), kept(gain.low > 0, gain.high < 0, "faster", "slower")])
+            gained = _percent(gain) + " (two runs)" * of_different_runs(rows, replace(s, adaln="eager"), s)
+            cells.append([*told[:3], told[4], gained, kept(gain.low > 0, gain.high < 0, "faster", "slower")])
     head = [*_HEAD[:3], _HEAD[4], "fused over eager, tokens/s", "fused is"]
     return f"{device}, the same schedule on both sides:\n\n" + table(head, cells)
 

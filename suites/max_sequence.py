@@ -97,7 +97,13 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         f"{STEP} tokens; AdamW's moments, the same for all, not yet made. {'; '.join(told)}"
     )
     value, high = longest / START, (longest + STEP) / START
-    return [Evidence("T4", value, value, high, "measured", float(START), longest, note)]
+    peaks = [_value(own, DECIDES, adaln, "peak_memory") for adaln in (BASELINE, "fused")]
+    equal = None not in peaks and peaks[1] <= peaks[0]  # type: ignore[operator]
+    if not equal:
+        note = (
+            f"not at equal peaks: the two were measured apart, and the fused op's peak is above the baseline's; {note}"
+        )
+    return [Evidence("T4", value, value, high, "measured", float(START), longest, note, decides=equal)]
 
 
 def extrapolated(own: pd.DataFrame, adaln: str, layers: int) -> float | None:

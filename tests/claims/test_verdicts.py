@@ -73,6 +73,11 @@ def test_the_note_tells_of_a_throttled_gpu(store):
     store.append(run, "speed", Case({"impl": "b"}), [Measurement("throttled", "flag", 1.0, 1.0, 1.0, 1)])
     noted = suite(evidence=lambda rows: [Evidence("K1", 4.0, 4.0, 4.0, "measured", note="as told")])
     assert decide(store, speed=noted)[0]["K1"].note == "as told; 1 case measured while the GPU was throttled"
+    run = record(store, "other-gpu", 4.0)
+    store.append(run, "slow", Case({"impl": "c"}), [Measurement("throttled", "flag", 1.0, 1.0, 1.0, 1)])
+    simulated = suite("T1", ("slow",), lambda rows: [Evidence("T1", 4.0, 4.0, 4.0, "simulated", note="as told")])
+    told = decide(store, speed=simulated)[0]["T1"]
+    assert told.note == "as told; 1 case measured while the GPU was throttled", "of what it is computed from"
 
 
 def test_measured_before_simulated_then_most_gpus_then_newest(store):

@@ -36,6 +36,11 @@ def test_heat_and_the_boards_limits_count_and_rated_power_does_not(after: Readin
     assert causes([CALM], [after], seconds=1.0) == found
 
 
+def test_what_counts_is_the_share_of_the_time() -> None:
+    assert causes([CALM], [reading(thermal=SECOND // 50)], seconds=10.0) == []
+    assert causes([CALM], [reading(thermal=SECOND // 200)], seconds=0.1) == ["thermal"]
+
+
 def test_any_of_several_gpus_counts() -> None:
     assert causes([CALM, CALM], [CALM, reading(thermal=SECOND)], 1.0) == ["thermal"]
 

@@ -105,6 +105,10 @@ def test_t4_is_the_ratio_at_the_baselines_peak(rows):
     assert f"fused {600 / 500:.3f}x" in e.note
     assert "unknown" not in e.note
     assert max_sequence.evidence(rows[rows["adaln"] != "fused"]) == []
+    assert e.decides
+    of_baseline = (rows["adaln"] == "wan") & (rows["metric"] == "peak_memory")
+    (apart,) = max_sequence.evidence(rows.assign(value=rows["value"].where(~of_baseline, 0.9 * rows["value"])))
+    assert not apart.decides and apart.note.startswith("not at equal peaks")
 
 
 def test_without_a_budget_the_reason_is_given():

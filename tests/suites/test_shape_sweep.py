@@ -130,9 +130,11 @@ def test_b6_is_the_held_out_error_of_the_power_law():
 
 def test_one_batch_a_length_does_not_decide():
     """The model that decides, whole and fitted exactly: but what a batch costs cannot be seen."""
-    rows = rows_of(lambda b, s: 1e-6 * b * np.float64(s) ** 1.3, gpus(2))
+    rows = rows_of(lambda b, s: 1e-6 * b * np.float64(s) ** 1.3, gpus(4))
     (found,) = shape_sweep.evidence(rows)
-    assert found.decides and "batch costs" not in found.note
+    assert found.decides and "batch costs" not in found.note and "shapes of 1,560 to 46,800 tokens" in found.note
+    (short,) = shape_sweep.evidence(rows[rows["tokens"] <= 33_000])
+    assert not short.decides and short.note.startswith("without the longest bucket (46,800 tokens)")
     whole = rows[rows["layers"] == 40]
     largest = whole.groupby("tokens")["batch"].transform("max") == whole["batch"]
     for part in (whole[whole["batch"] == 1], whole[largest]):
