@@ -169,8 +169,8 @@ class DualConstraint(_ReadyMade):
     def batch_sizes(self, tokens: npt.ArrayLike) -> IntArray:
         tokens = np.asarray(tokens, dtype=np.int64)
         # A relative 1e-9 keeps floor(m_comp / S^p) at n where m_comp was computed as n * S^p in floating point.
-        compute = np.floor(self.m_comp / tokens.astype(np.float64) ** self.p * (1 + 1e-9)).astype(np.int64)
-        return np.maximum(1, np.minimum(self.m_mem // tokens, compute))
+        compute = np.floor(self.m_comp / tokens.astype(np.float64) ** self.p * (1 + 1e-9))
+        return np.maximum(1, np.minimum(self.m_mem // tokens, compute)).astype(np.int64)
 
 
 @dataclass(frozen=True)

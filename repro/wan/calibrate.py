@@ -157,7 +157,8 @@ def find_m_mem(
 
     The shortest shape needs most memory a token, since every sample brings its text along. A batch is only tried where
     the line through what was measured says that it fits, so memory runs out, if ever, close to its limit.
-    Raises ValueError without a budget, and where one sample of the longest shape does not fit.
+    Raises ValueError without a budget, and where one sample of the longest shape, or as many tokens of the shortest, do
+    not fit.
     """
     if budget is None:
         raise ValueError("memory is not measured on CPUs: give --m-mem TOKENS")
@@ -181,6 +182,16 @@ def find_m_mem(
             break
         tried = probe(shortest, batch)
         low, high = (tried, high) if fits(tried) else (low, batch)
-    found = max(low.batch * tokens(shortest) if fits(low) else 0, tokens(longest))
+    found = low.batch * tokens(shortest)
+    if not fits(low) or found < tokens(longest):
+        found = tokens(longest)
+        full = found // tokens(shortest)
+        slope = max(1.0, (low.peak_bytes - at_one.peak_bytes) / max(1, low.batch - at_one.batch))
+        by_line = fits(low) and low.peak_bytes + slope * (full - low.batch) <= budget
+        if (full > low.batch and not (by_line and fits(probe(shortest, full)))) or not fits(low):
+            raise ValueError(
+                f"one sample of {longest} ({found:,} tokens) fits, {full} of {shortest}, as many tokens, do not: use "
+                f"more ranks, leave out the longest clips, or give --m-mem {found} at your own risk"
+            )
     say(f"M_mem {found:,} tokens: {MARGIN:.0%} of memory kept free, to {RESOLUTION:.0%}")
     return found

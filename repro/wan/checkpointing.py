@@ -105,7 +105,11 @@ class Checkpoints:
             on_first(self.world, lambda: files.replace(partial / _ABOUT, text.encode()), self._group)
         except (OSError, WorldError) as error:
             raise SaveError(self._told(name, str(error))) from error
+        fresh = not optimizer.state
         model_state, optimizer_state = get_state_dict(model, optimizer)
+        if fresh:  # what had no state was given one by a step of zeros: it must not count as a step
+            for of_parameter in optimizer.state.values():
+                of_parameter["step"].zero_()
         state: dict[str, Any] = {
             "model": model_state,
             "optimizer": optimizer_state,

@@ -95,11 +95,9 @@ class Epochs:
             "policy": self.policy.name,
             "ranks": self.layout.ranks,
             "micro_batches": self.layout.micro_batches,
-            "sync": self.layout.sync,
             "protocol": self.layout.protocol,
             "m_mem": self.layout.m_mem,
             "batch_sizes": dict(zip(map(str, self.corpus.shapes), self._batch_sizes(), strict=True)),
-            "weighting": self.weighting,
         }
 
     def _batch_sizes(self) -> list[int]:

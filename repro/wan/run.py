@@ -284,7 +284,15 @@ def _accumulation(run: Run, epochs: Epochs) -> list[str]:
 def _options(run: Run) -> dict[str, Any]:
     """What a resumed run is compared by, besides model and schedule."""
     optimizer = {k: v for k, v in asdict(run.optimizer).items() if k != "betas"}
-    return {"adaln": run.adaln, "seed": run.seed, **asdict(run.flow), **asdict(run.parallelism), **optimizer}
+    weighting = run.batching.weighting
+    return {
+        "adaln": run.adaln,
+        "seed": run.seed,
+        "weighting": weighting,
+        **asdict(run.flow),
+        **asdict(run.parallelism),
+        **optimizer,
+    }
 
 
 def _device_name(world: World) -> str:

@@ -64,15 +64,22 @@ class ShardWriter:
         text: npt.NDArray[np.floating],
         facts: Mapping[str, object] = {},
     ) -> int:
-        """Append a sample and return its id. Raises DataError where latents or text do not fit the shape."""
+        """Append a sample and return its id.
+
+        Raises DataError where latents or text do not fit the shape, or hold what float16 cannot.
+        """
         _check(f"sample {self.samples}", shape, latents, text)
+        with np.errstate(over="ignore"):
+            halves = {"latents.npy": latents.astype(np.float16), "text.npy": text.astype(np.float16)}
+        for name, half in halves.items():
+            if not np.isfinite(half).all():
+                raise DataError(f"sample {self.samples}: {name} has values that are not finite in float16")
         if self._tar is None:
             self._open()
         self._tar.write(
             {
                 "__key__": f"{self.samples:08d}",
-                "latents.npy": latents.astype(np.float16),
-                "text.npy": text.astype(np.float16),
+                **halves,
                 "json": {"shape": str(shape), **facts},
             }
         )

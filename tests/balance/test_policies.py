@@ -43,6 +43,7 @@ def test_batch_sizes_follow_each_rule() -> None:
     assert rule.batch_sizes(tokens).tolist() == [900, 5, 1]
     # Both bounds: memory binds the images, compute the clips.
     assert DualConstraint(m_mem=48_000, m_comp=20_280.0**1.2, p=1.2).batch_sizes(tokens).tolist() == [21, 1, 1]
+    assert DualConstraint(48_000, 1e30, 1.0).batch_sizes([256, 48_000]).tolist() == [187, 1], "compute never binds"
     # S + S^2 / Q with Q = S doubles the length.
     assert QuadraticBudget(48_000, quadratic=1_560).batch_sizes([1_560]).tolist() == [15]
     assert QuadraticBudget(48_000, quadratic=1e12).batch_sizes(tokens).tolist() == [30, 2, 1]

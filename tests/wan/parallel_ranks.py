@@ -78,6 +78,69 @@ def non_finite() -> None:
             assert not result.skipped and result.loss == result.loss
 
 
+def gradients_not_finite() -> None:
+    """A loss of 0 whose slope is infinite: told by the gradient, before any update; or skipped."""
+    world = join("cpu")
+
+    def losses(model: nn.Module, micro_batch: MicroBatch, epoch: int) -> Tensor:
+        found = standin.losses(model, micro_batch, epoch)
+        return (0 * found).abs().sqrt() if 13 in micro_batch.sample_ids else found
+
+    for action in ("stop", "skip"):
+        engine = Engine(
+            standin.make(), losses, Parallelism(compute="master"), replace(SETTINGS, on_nonfinite=action), world
+        )
+        engine.step(0, micro_batches(0, world.rank), [4, 4])
+        if action == "stop":
+            with pytest.raises(NonFiniteLoss, match="gradient is not finite"):
+                engine.step(1, micro_batches(1, world.rank), [4, 4])
+        else:
+            assert engine.step(1, micro_batches(1, world.rank), [4, 4]).skipped
+        assert all(p.full_tensor().isfinite().all() for p in engine.model.parameters())
+
+
+def fillers_are_no_samples() -> None:
+    """A micro-batch of weight 0 is run, so that ranks stay together, and counts for nothing."""
+    world = join("cpu")
+    engine = Engine(standin.make(), standin.losses, Parallelism(compute="master"), SETTINGS, world)
+    real, filler = (MicroBatch(standin.SHAPES[i], (i,), (weight,)) for i, weight in ((0, 1 / world.size), (1, 0.0)))
+    result = engine.step(0, [real, filler], [5, 7])
+    assert result.samples == world.size and [(r.samples, r.tokens) for r in result.ranks] == [(1, 5)] * world.size
+
+
+def exchanges() -> None:
+    """Where ranks meet: parameters gathered and gradients reduced in every micro-batch, or once a step."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    world, counted = join("cpu"), {"foreach_all_gather": 0, "foreach_reduce": 0}
+
+    def counting(name: str):
+        call = getattr(fsdp, name)
+
+        def count(*args, **kwargs):
+            counted[name] += 1
+            return call(*args, **kwargs)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in counted:
+            patch.setattr(fsdp, name, counting(name))
+        found = {}
+        for sync, count in itertools.product(("micro_batch", "step"), (1, 3)):
+            engine = Engine(standin.make(), standin.losses, Parallelism(sync, compute="master"), SETTINGS, world)
+            own = [MicroBatch(standin.SHAPES[0], (i,), (1 / (count * world.size),)) for i in range(count)]
+            engine.step(0, own, [4] * count)  # the first makes buffers
+            counted.update(dict.fromkeys(counted, 0))
+            engine.step(1, own, [4] * count)
+            found[sync, count] = tuple(counted.values())
+    groups = found["step", 1][1]
+    assert groups > 1
+    assert found["micro_batch", 3] == tuple(3 * n for n in found["micro_batch", 1])
+    assert found["step", 3] == found["step", 1] == (groups, groups)
+    assert found["micro_batch", 1] == (2 * groups, groups), "gathered again for the backward"
+
+
 def every_form(device: str = "cpu") -> None:
     """The losses of a plain loop, to float64 rounding, for every sync and checkpointing; and they fall."""
     expected = plain_losses(join(device).size)

@@ -166,6 +166,14 @@ class TestShards:
             with pytest.raises(DataError, match=message):
                 ShardedSamples(tmp_path)
 
+    def test_what_float16_cannot_hold_is_refused(self, tmp_path):
+        shape, text = Shape(1, 32, 32), np.zeros((1, 4096))
+        with ShardWriter(tmp_path, "made", "test") as writer:
+            for value in (1e6, np.nan):
+                with pytest.raises(DataError, match=r"sample 0: latents.npy has values that are not finite in float16"):
+                    writer.add(shape, np.full((16, 1, 4, 4), value), text)
+            assert writer.add(shape, np.ones((16, 1, 4, 4)), text) == 0
+
     def test_samples_of_another_shape_are_refused(self, tmp_path):
         with ShardWriter(tmp_path, "made", "test") as writer:
             with pytest.raises(DataError, match=r"latents must be \[16, 2, 4, 4\] for 5x32x32"):

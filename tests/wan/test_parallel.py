@@ -41,6 +41,18 @@ def test_a_loss_that_is_not_finite_stops_or_skips_on_all_ranks():
     ranks.run(parallel_ranks.non_finite, 2)
 
 
+def test_a_gradient_that_is_not_finite_stops_or_skips_on_all_ranks():
+    ranks.run(parallel_ranks.gradients_not_finite, 2)
+
+
+def test_fillers_are_no_samples():
+    ranks.run(parallel_ranks.fillers_are_no_samples, 2)
+
+
+def test_ranks_meet_where_they_are_told_to():
+    ranks.run(parallel_ranks.exchanges, 2)
+
+
 def test_a_checkpoint_does_not_bring_its_optimizer_settings_along():
     """Loading one replaces them in the parameter groups; a resumed run says that they changed, so they have to."""
     world, settings = join("cpu"), OptimizerSettings(lr=1e-2, weight_decay=0.5, betas=(0.5, 0.6), warmup=0)

@@ -349,6 +349,29 @@ def test_a_loss_that_is_not_finite_ends_the_run_or_is_skipped_and_counted(tmp_pa
     ]
 
 
+def test_saving_before_the_first_update_does_not_count_as_one(tmp_path, monkeypatch):
+    """AdamW has no state yet, and a checkpoint wants one: losses are those of a run that saves nothing."""
+    real, calls = FlowLosses.__call__, []
+
+    def broken(self, model, micro_batch, epoch):
+        calls.append(micro_batch.sample_ids)
+        return real(self, model, micro_batch, epoch) * (float("nan") if len(calls) == 1 else 1.0)
+
+    monkeypatch.setattr(FlowLosses, "__call__", broken)
+    losses = []
+    for save_every in ("0", "1"):
+        calls.clear()
+        out = tmp_path / save_every
+        assert run(out, "--steps", "4", "--on-nonfinite", "skip", "--save-every", save_every).exit_code == 0
+        losses.append([r["loss"] for r in rows(out)])
+    assert losses[0] == losses[1] and losses[0][0] == "nan"
+
+
+def test_another_weighting_is_told_on_resuming(tmp_path):
+    assert run(tmp_path, "--steps", "1").exit_code == 0
+    assert "weighting: sample -> batch_mean" in run(tmp_path, "--steps", "2", "--weighting", "batch_mean").output
+
+
 def test_memory_that_runs_out_while_training_names_the_way_out(tmp_path, monkeypatch):
     def short(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
