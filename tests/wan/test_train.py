@@ -328,14 +328,20 @@ def test_a_run_may_leave_no_checkpoint(tmp_path):
     assert len(rows(tmp_path)) == 2 and not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_or_is_skipped_and_counted(tmp_path, monkeypatch):
+def nan_at_call(number, monkeypatch):
+    """The number-th micro-batch's loss is NaN; returns the sample ids of every call, to be cleared before a run."""
     real, calls = FlowLosses.__call__, []
 
     def broken(self, model, micro_batch, epoch):
         calls.append(micro_batch.sample_ids)
-        return real(self, model, micro_batch, epoch) * (float("nan") if len(calls) == 2 else 1.0)
+        return real(self, model, micro_batch, epoch) * (float("nan") if len(calls) == number else 1.0)
 
     monkeypatch.setattr(FlowLosses, "__call__", broken)
+    return calls
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_or_is_skipped_and_counted(tmp_path, monkeypatch):
+    calls = nan_at_call(2, monkeypatch)
     done = run(tmp_path / "stop", "--steps", "3")
     assert done.exit_code == 1 and f"loss is not finite; samples {calls[1][0]}" in done.output, done.output
     assert [r["step"] for r in rows(tmp_path / "stop")] == ["0"]
@@ -351,13 +357,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_or_is_skipped_and_counted(tmp_pa
 
 def test_saving_before_the_first_update_does_not_count_as_one(tmp_path, monkeypatch):
     """AdamW has no state yet, and a checkpoint wants one: losses are those of a run that saves nothing."""
-    real, calls = FlowLosses.__call__, []
-
-    def broken(self, model, micro_batch, epoch):
-        calls.append(micro_batch.sample_ids)
-        return real(self, model, micro_batch, epoch) * (float("nan") if len(calls) == 1 else 1.0)
-
-    monkeypatch.setattr(FlowLosses, "__call__", broken)
+    calls = nan_at_call(1, monkeypatch)
     losses = []
     for save_every in ("0", "1"):
         calls.clear()
