@@ -53,11 +53,11 @@ def _balanced(device: str, rows: pd.DataFrame, settings: list[Setting]) -> str:
         if s.policy != "balanced":
             continue
         share = _row(rows, s, "share_of_perfect").map(lambda x: 100 * x)
-        gains = [epoch_gain(rows, replace(s, policy=p), s) for p in POLICIES if p != "balanced"]
+        gains = [_gained(rows, replace(s, policy=p), s) for p in POLICIES if p != "balanced"]
         verdict = "not asked"
         if s.protocol == "matched":
             verdict = kept(share.low >= SHARE_BAR and _sound(share), share.high < SHARE_BAR)
-        cells.append([*_cell(s)[1:], _told(share), verdict, *map(_percent, gains)])
+        cells.append([*_cell(s)[1:], _told(share), verdict, *gains])
     others = [f"over {p}" for p in POLICIES if p != "balanced"]
     return f"{device}, `balanced`:\n\n" + table([*_HEAD[1:], "of perfect", f"at least {SHARE_BAR:g}%", *others], cells)
 
@@ -68,7 +68,7 @@ def _fused(device: str, rows: pd.DataFrame, settings: list[Setting]) -> str:
         gain = epoch_gain(rows, replace(s, adaln="eager"), s) if s.adaln == "fused" else None
         if gain is not None:
             told = _cell(s)
-            gained = _percent(gain) + " (two runs)" * of_different_runs(rows, replace(s, adaln="eager"), s)
+            gained = _gained(rows, replace(s, adaln="eager"), s)
             cells.append([*told[:3], told[4], gained, kept(gain.low > 0, gain.high < 0, "faster", "slower")])
     head = [*_HEAD[:3], _HEAD[4], "fused over eager, tokens/s", "fused is"]
     return f"{device}, the same schedule on both sides:\n\n" + table(head, cells)
@@ -84,7 +84,7 @@ def _sentence(device: str, rows: pd.DataFrame, settings: list[Setting]) -> str:
         return NOTHING
     (s,), layers = wanted, int(rows["layers"].max())
     share = _row(rows, s, "share_of_perfect").map(lambda x: 100 * x)
-    gains = [f"{_percent(epoch_gain(rows, replace(s, policy=p), s))} over `{p}`" for p in POLICIES if p != "balanced"]
+    gains = [f"{_gained(rows, replace(s, policy=p), s)} over `{p}`" for p in POLICIES if p != "balanced"]
     doubt = "" if _sound(share) else " (more than all: the solo times that it is worked out from were too slow)"
     return (
         f"Measured on {s.ranks} GPUs ({device}, {depth(s.model, layers)}), samples a step matched: {_told(share)} of "
@@ -113,6 +113,11 @@ def _row(rows: pd.DataFrame, s: Setting, metric: str) -> Interval:
 
 def _told(i: Interval) -> str:
     return f"{i.value:.1f}% [{i.low:.1f}, {i.high:.1f}]"
+
+
+def _gained(rows: pd.DataFrame, before: Setting, after: Setting) -> str:
+    """The gain in tokens/s, and whether its sides are of two runs, which differ in more than the settings."""
+    return _percent(epoch_gain(rows, before, after)) + " (two runs)" * of_different_runs(rows, before, after)
 
 
 def _percent(i: Interval | None) -> str:

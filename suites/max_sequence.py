@@ -84,8 +84,11 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
     """T4 from the whole 1.3B model under full checkpointing; other settings stand in the note."""
     own = rows[rows["suite"] == NAME]
-    longest = _value(own, DECIDES, "fused", "longest")
-    if longest is None or _value(own, DECIDES, BASELINE, "peak_memory") is None:
+    longest, peak, of_baseline = (
+        _value(own, DECIDES, adaln, metric)
+        for adaln, metric in (("fused", "longest"), ("fused", "peak_memory"), (BASELINE, "peak_memory"))
+    )
+    if longest is None or peak is None or of_baseline is None:
         return []
     told = [f"eager {_ratio(own, DECIDES, 'eager')}"]
     told.append(f"no checkpointing, {SETTINGS[2][1]} blocks: fused {_ratio(own, SETTINGS[2], 'fused')}")
@@ -97,8 +100,7 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         f"{STEP} tokens; AdamW's moments, the same for all, not yet made. {'; '.join(told)}"
     )
     value, high = longest / START, (longest + STEP) / START
-    peaks = [_value(own, DECIDES, adaln, "peak_memory") for adaln in (BASELINE, "fused")]
-    equal = None not in peaks and peaks[1] <= peaks[0]  # type: ignore[operator]
+    equal = peak <= of_baseline
     if not equal:
         note = (
             f"not at equal peaks: the two were measured apart, and the fused op's peak is above the baseline's; {note}"

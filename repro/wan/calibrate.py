@@ -188,7 +188,7 @@ def find_m_mem(
         full = found // tokens(shortest)
         slope = max(1.0, (low.peak_bytes - at_one.peak_bytes) / max(1, low.batch - at_one.batch))
         by_line = fits(low) and low.peak_bytes + slope * (full - low.batch) <= budget
-        if (full > low.batch and not (by_line and fits(probe(shortest, full)))) or not fits(low):
+        if not by_line or (full > low.batch and not fits(probe(shortest, full))):
             raise ValueError(
                 f"one sample of {longest} ({found:,} tokens) fits, {full} of {shortest}, as many tokens, do not: use "
                 f"more ranks, leave out the longest clips, or give --m-mem {found} at your own risk"

@@ -124,6 +124,10 @@ def test_a_read_only_folder_is_named_and_can_be_read(tmp_path: Path) -> None:
         work = partial(_without_rights, partial(_options, subject, *options))
         return moments.finish(moments.start(work, tmp_path), tmp_path)
 
+    subject.results.mkdir(mode=0o555)
+    refused = run()
+    assert refused.code == 2 and f"{HERE} could not be written: Permission denied" in refused.said, refused.said
+    subject.results.chmod(0o755)
     assert run().code == 0
     folders = [p for p in (subject.results, *subject.results.rglob("*")) if p.is_dir()]
     before = {p: p.read_bytes() for p in subject.results.rglob("*") if p.is_file()}

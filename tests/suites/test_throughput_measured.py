@@ -216,6 +216,14 @@ def test_evidence_of_two_gpus_stands_beside_verdicts_and_t6_decides(measured):
     assert 0 < found["T6"].value < 4.0
 
 
+def test_a_gain_over_epochs_of_another_run_says_so(measured):
+    (alone,) = (e for e in throughput_measured.evidence(measured) if e.claim == "T6")
+    assert "another run" not in alone.note
+    apart = measured.assign(run_id=measured["run_id"].where(measured["adaln"] != "wan", "r9"))
+    (told,) = (e for e in throughput_measured.evidence(apart) if e.claim == "T6")
+    assert "(of another run); blocks are" in told.note
+
+
 def test_one_gpu_speaks_of_no_balance(monkeypatch):
     rows = table(throughput_measured.cases("full", gpus(1)), gpus(1), monkeypatch, device="nvidia-test")
     assert {e.claim for e in throughput_measured.evidence(rows)} == {"B1", "B2", "T6"}
