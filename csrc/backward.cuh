@@ -160,6 +160,9 @@ __global__ void __launch_bounds__(Threads, Resident)
     }
     warp_sum_scatter(sum);
     if (lane % (16 / R) == 0) sums[buffer][warp][lane / (16 / R)] = sum[0];
+#if ADALN_BULK
+    shared_before_bulk_copies();
+#endif
     __syncthreads();
     reader.refill();
     if constexpr (Residual && PerToken) load_gates();
