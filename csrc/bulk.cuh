@@ -47,9 +47,11 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
                : "memory");
 }
 
-// Orders this thread's reads and writes of shared memory, and what a barrier has ordered before them, before bulk copies
-// into it, which another proxy makes.
-__device__ __forceinline__ void shared_before_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's reads and writes of shared memory, and what a barrier has ordered before them, before bulk
+// copies into it, which another proxy makes.
+__device__ __forceinline__ void shared_before_bulk_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Blocks of this block's cluster, and its number among them; launched without clusters a block is one of its own.
 __device__ __forceinline__ int cluster_blocks() {
