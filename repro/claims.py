@@ -34,7 +34,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The paper's value within a tolerance.
+    """The paper's value within a tolerance; higher is better.
 
     no_effect: the value that means that nothing changed: 1 for a ratio, 0 for a difference. It never counts as
     reproduced, not even where the tolerance reaches it.
@@ -42,16 +42,15 @@ class Tolerance:
 
     no_effect: float
     tolerance: float = 0.10
-    higher_is_better: bool = True
 
     def verdict(self, paper: float | None, evidence: Evidence) -> str:
         """Place the interval against p - tolerance, p + tolerance and no effect."""
-        if paper is None:
-            raise ValueError(f"{evidence.claim}: a tolerance needs the paper's value")
+        if paper is None or not paper > self.no_effect:
+            raise ValueError(
+                f"{evidence.claim}: a tolerance needs the paper's value, above {self.no_effect:g}, got {paper}"
+            )
         low, high, p, none = evidence.ci_low, evidence.ci_high, paper, self.no_effect
-        if not self.higher_is_better:
-            low, high, p, none = -high, -low, -p, -none
-        margin = self.tolerance * abs(p)
+        margin = self.tolerance * p
         if low > p + margin:
             return "exceeded"
         if high <= none:

@@ -144,11 +144,8 @@ def counts(claim: Claim) -> str:
     """When a claim counts as reproduced, in words; empty for a rule that is not known here."""
     rule, told = claim.rule, ""
     if isinstance(rule, Tolerance) and claim.paper is not None:
-        margin, part = rule.tolerance * abs(claim.paper), f"{rule.tolerance:.0%}"
-        if rule.higher_is_better:
-            told = f"from {_number(claim.paper - margin, claim)} on, {part} below the paper's value"
-        else:
-            told = f"up to {_number(claim.paper + margin, claim)}, {part} above the paper's value"
+        least = (1 - rule.tolerance) * claim.paper
+        told = f"from {_number(least, claim)} on, {rule.tolerance:.0%} below the paper's value"
     elif isinstance(rule, AtMost):
         told = f"where the whole interval is at most {_number(rule.limit, claim)}"
     elif isinstance(rule, AtLeast):
@@ -190,7 +187,7 @@ def _scale(row: tables.Row, none: float, paper: float) -> Scale:
     value = float(row["value"])
     low, high = (float(row[c]) if row[c] else value for c in ("ci_low", "ci_high"))
     rule = BY_ID[row["id"]].rule
-    margin = rule.tolerance * abs(paper) if isinstance(rule, Tolerance) else 0.0
+    margin = rule.tolerance * paper if isinstance(rule, Tolerance) else 0.0
     return Scale(
         share=share(value),
         none=place(none),
