@@ -126,7 +126,7 @@ def _position(value: float, ends: tuple[float, float]) -> float:
 def _tolerance(axes: Axes, y: float, row: tables.Row, ends: tuple[float, float]) -> None:
     rule = BY_ID[row["id"]].rule
     if isinstance(rule, Tolerance):
-        margin = rule.tolerance * abs(ends[1])
+        margin = rule.tolerance * ends[1]
         low, high = np.clip([_position(ends[1] + s * margin, ends) for s in (-1, 1)], _START, _LIMIT)
         axes.fill_betweenx([y - 0.36, y + 0.36], low, high, color="#E9E9E9", linewidth=0)
 

@@ -99,13 +99,24 @@ def test_replay_tells_quadratic_from_linear_time():
     assert square.value < 0.5
 
 
-def test_replay_matches_numpy_on_the_drawn_steps():
-    rows = rows_of(lambda b, s: 1e-4 * b * s + 5e-9 * b * s * s, full_cells())
-    steps = block_time.equal_token_times(rows, "wan-14b")
-    drawn = np.random.default_rng(0).multinomial(block_time.STEPS, np.full(10, 0.1))
-    expanded = steps.loc[np.repeat(np.arange(10), drawn)]
-    expected = np.corrcoef(expanded["value"], expanded["tokens"] ** 2)[0, 1]
-    assert block_time.replay(rows, "wan-14b")[1].value == pytest.approx(expected, rel=1e-9)
+@pytest.mark.parametrize("model", ["wan-14b", "wan-1.3b"])
+def test_replay_matches_numpy_on_the_drawn_steps(model):
+    """Of the model's own equal-token batches: R to the last digits, its interval as steps drawn again one by one."""
+    wanted = (model, block_time.LAYERS[model], "eager")
+    own = [c for c in full_cells() if (c["model"], c["layers"], c["adaln"]) == wanted]
+    others = rows_of(lambda b, s: 1.0, [c for c in full_cells() if c not in own])
+    rows = pd.concat([rows_of(lambda b, s: 1e-4 * b * s + 5e-9 * b * s * s, own), others])
+    drawn = np.random.default_rng(0).multinomial(1_000, np.full(10, 0.1))
+    tokens = np.repeat(block_time.BUCKETS, drawn)
+    batch = np.maximum(1, 48_000 // tokens)
+    seconds = 1e-4 * batch * tokens + 5e-9 * batch * tokens**2
+    picks = np.random.default_rng(1).integers(0, 1_000, (2_000, 1_000))
+    for found, x in zip(block_time.replay(rows, model), (batch * tokens, tokens**2), strict=True):
+        assert found.value == pytest.approx(np.corrcoef(seconds, x)[0, 1], rel=1e-9)
+        low, high = np.quantile([np.corrcoef(seconds[p], x[p])[0, 1] for p in picks], [0.025, 0.975])
+        # quantiles of 2,000 draws are themselves known to a few percent of the width
+        assert (found.low, found.high) == pytest.approx((low, high), abs=0.1 * (high - low))
+        assert found.n == 1_000
 
 
 def test_evidence_is_left_out_until_every_bucket_is_measured():

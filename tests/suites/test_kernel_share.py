@@ -81,6 +81,20 @@ def test_t6_is_the_gain_over_equal_token_steps(rows):
     assert kernel_share.evidence(rows[rows["tokens"] != 46_800]) == []
 
 
+def test_the_interval_of_a_gain_is_that_of_the_worst_case():
+    """Steps of 90, 100 and 120 ms against 75, 80 and 90 ms, over both lengths that the wide model has."""
+    steps = {"eager": (100.0, 90.0, 120.0), "fused": (80.0, 75.0, 90.0)}
+    cells = ((30, 1_560, 0.25), (1, 46_800, 0.75))
+    own = pd.DataFrame([
+        {"model": "wan-14b", "adaln": adaln, "metric": "step_time", "batch": batch, "tokens": tokens,
+         "value": share * value, "ci_low": share * low, "ci_high": share * high}
+        for adaln, (value, low, high) in steps.items() for batch, tokens, share in cells
+    ])  # fmt: skip
+    found = kernel_share.gain(own, "wan-14b", "eager")
+    assert (found.value, found.n) == (pytest.approx(100 * (100 / 80 - 1)), 2)
+    assert (found.low, found.high) == pytest.approx((100 * (90 / 90 - 1), 100 * (120 / 75 - 1)))
+
+
 def test_what_does_not_fit_is_skipped(monkeypatch):
     pytest.importorskip("torch")
     from repro.wan import launch

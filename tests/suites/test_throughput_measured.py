@@ -11,7 +11,8 @@ import pytest
 
 from repro.balance import assumptions
 from repro.balance.campaign import Setting
-from repro.corpus.shapes import Shape, Tokenizer
+from repro.balance.schedule import Schedule
+from repro.corpus.shapes import Corpus, Shape, Tokenizer
 from repro.measure.machine import read_machine
 from repro.report import style
 from repro.suite import CaseSkipped, load
@@ -251,6 +252,33 @@ def test_gain_is_of_whole_epochs_and_its_interval_of_pace():
     assert uneven.low < 60 < uneven.high and uneven.value == pytest.approx(60.0)
     with pytest.raises(ValueError, match="equally many"):
         _epochs.gain(base, treated, True, "seed")
+
+
+def test_correlations_are_of_steps_whose_micro_batches_are_all_full():
+    """Three full steps in one slot each, and a slow one of two slots with a partial micro-batch."""
+    setting = Setting("equal_token", "eager", 2, model="wan-1.3b", micro_batches=2, protocol="matched", m_mem=2_000)
+    shapes = (Shape(1, 16, 16), Shape(5, 16, 16))
+    corpus = Corpus("two", "", shapes, np.array([1_000, 1_500]), np.array([0] * 9 + [1] * 4, dtype=np.int32))
+    schedule = Schedule(
+        corpus,
+        np.array([[[0, 0], [-1, -1]], [[0, 1], [-1, -1]], [[1, 1], [-1, -1]], [[0, 0], [1, 0]]], dtype=np.int32),
+        np.array([[[2, 2], [0, 0]], [[2, 1], [0, 0]], [[1, 1], [0, 0]], [[1, 2], [1, 0]]], dtype=np.int32),
+        np.arange(13),
+    )
+    solo = _epochs.wanted(schedule, setting)
+    answer = {
+        "passes": [[1.0, 1.0] for _ in solo],
+        "update": [0.0],
+        "wall": [1.0, 2.0, 3.0, 50.0],
+        "seconds": [[1.0, 1.0]] * 4,
+        "wait": [[0.0, 0.0]] * 4,
+        "peak_bytes": [[-1, -1]] * 4,
+    }
+    rows = {m.metric: m for m in _epochs.Epoch(setting, schedule, np.array([2, 1]), solo, answer).rows("seed", None)}
+    # 4,000, 3,500 and 3,000 tokens in 1, 2 and 3 s; the longest samples have 1,000, 1,500 and 1,500 tokens
+    assert rows["r_tokens"].value == pytest.approx(-1.0)
+    assert rows["r_squared"].value == pytest.approx(np.sqrt(3) / 2)
+    assert rows["r_tokens"].n == rows["r_squared"].n == 3
 
 
 def test_solo_times_of_short_passes_have_more_of_them_in_rounds():
