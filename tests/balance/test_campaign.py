@@ -63,6 +63,18 @@ def test_a_run_is_the_simulators(found):
     assert outcome.values["tokens_per_s_p5"].max() < outcome.values["tokens_per_s"].min()
 
 
+@pytest.mark.parametrize(("sync", "bytes_a_parameter"), [("micro_batch", 2 + 2 + 4), ("step", 2 + 4)])
+def test_steps_of_little_work_take_what_their_collectives_take(rows, sync, bytes_a_parameter):
+    """bf16 parameters gathered for each pass, or once a step; fp32 gradients reduced; a ring moves 7/8 of the bytes."""
+    quick = rows.assign(value=rows["value"].where(rows["metric"] != "forward_backward", 1e-6 * rows["value"]))
+    own, setting = Campaign(quick, QUICK), replace(BASE, sync=sync)
+    corpus = own._corpus(setting)
+    steps = own.policy(setting).schedule(corpus, setting.layout, seed=1).steps
+    seconds = 7 / 8 * bytes_a_parameter * WAN_14B.parameters / assumptions.BUS_BANDWIDTH
+    rate = (corpus.counts * corpus.tokens).sum() / (steps * seconds)
+    assert own.run(setting).values["tokens_per_s"][1] == pytest.approx(rate)
+
+
 def test_ratios_are_paired(found):
     baseline = BASE.baseline()
     assert (baseline.policy, baseline.adaln, baseline.ranks) == ("equal_token", "eager", 8)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from repro.balance import policies
@@ -57,6 +60,23 @@ def test_equal_time_takes_the_largest_batch_within_time_and_memory() -> None:
     assert np.all((COST.seconds(np.minimum(sizes + 1, allowed), tokens) > 9.0) | (sizes == allowed))
     # Without a target the longest bucket sets it.
     assert EqualTime(70_000, COST).batch_sizes([1_560, 32_760])[1] == 1
+
+
+@dataclass(frozen=True)
+class Tenths:
+    """A tenth of a second for every thousand tokens."""
+
+    def seconds(self, batch: npt.ArrayLike, tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        return np.asarray(batch) * (0.1 * np.asarray(tokens) / 1_000)
+
+
+def test_equal_time_takes_what_reaches_the_target_exactly() -> None:
+    assert 3 * 0.1 > 0.3
+    tokens = np.array([1_000, 3_000])
+    assert EqualTime(10_000, Tenths(), target=0.3).batch_sizes(tokens).tolist() == [3, 1]
+    assert EqualTime(10_000, Tenths()).batch_sizes(tokens).tolist() == [3, 1], "the longest bucket's one sample"
+    assert EqualTime(10_000, Tenths(), target=0.29).batch_sizes(tokens).tolist() == [2, 1]
+    assert EqualTime(10_000, Tenths(), target=9.0).batch_sizes(tokens).tolist() == [10, 3], "memory binds"
 
 
 @pytest.mark.parametrize("policy", READY_MADE, ids=lambda p: p.name)

@@ -98,6 +98,17 @@ def test_measured_before_simulated_then_most_gpus_then_newest(store):
     assert [v.device for v in rest] == ["a-gpu-x4", "gpu", "gpu-x8"]
 
 
+def test_a_device_is_as_new_as_its_newest_row(store):
+    """Of two that are equal otherwise, the one that was measured first and last is the newer."""
+    record(store, "a-gpu", 1.0)
+    record(store, "b-gpu", 2.0)
+    run = store.start(Machine("a-gpu", "a-gpu", 1, None, None, None, 1, {}), ["x"], None, "full")
+    store.append(run, "speed", Case({"impl": "b"}), [Measurement("time", "x", 3.0, 3.0, 3.0, 3)])
+    chosen, rest, _ = decide(store, speed=suite(evidence=lambda rows: [Evidence("K1", 4.0, 4.0, 4.0, "measured")]))
+    assert chosen["K1"].device == "a-gpu"
+    assert [v.device for v in rest] == ["b-gpu"]
+
+
 def test_evidence_that_is_no_number_gives_way_to_evidence_that_is(store):
     record(store, "gpu", 2.0, kind="simulated")
     record(store, "gpu-x8", float("nan"))

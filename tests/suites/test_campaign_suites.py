@@ -232,6 +232,24 @@ def test_imbalance_evidence(inputs, imbalances):
     assert len(falls[falls["m_comp"] == 1.0]) == 2 * 8
 
 
+def test_the_largest_fall_is_of_the_rule_as_published():
+    """Looser compute limits and other policies take more off, and are not what B7 is about."""
+    rule = Setting("dual_constraint", "eager", 16)
+    falls = {
+        rule: 10.0,
+        replace(rule, corpus="images"): 20.0,
+        replace(rule, m_comp=assumptions.M_COMP_LOOSE): 30.0,
+        replace(rule, policy="balanced"): 40.0,
+    }
+    table = pd.DataFrame([
+        {"suite": "imbalance", **s.key, "metric": "rank_cv_fall", "value": v, "ci_low": v - 1, "ci_high": v + 1}
+        for s, v in falls.items()
+    ])  # fmt: skip
+    (found,) = imbalance.evidence(table)
+    assert (found.claim, found.value, found.ci_low, found.ci_high) == ("B7", 20.0, 19.0, 21.0)
+    assert "at images on 16 ranks" in found.note
+
+
 def test_imbalance_and_memory_notes_tell_other_limits(inputs, imbalances, memory, swept, fits):
     rows = pd.concat([inputs, imbalances, memory, swept, fits], ignore_index=True)
     notes = {e.claim: e.note for s in (imbalance, memory_use) for e in s.evidence(rows)}

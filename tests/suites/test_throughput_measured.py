@@ -254,6 +254,17 @@ def test_gain_is_of_whole_epochs_and_its_interval_of_pace():
         _epochs.gain(base, treated, True, "seed")
 
 
+def test_errors_of_both_sides_of_a_change_add_in_quadrature():
+    """Of each side the longer half on a logarithmic scale, 0.03 and 0.04: 0.05 together."""
+    before, after = (
+        pd.Series({"value": value, "ci_low": value * np.exp(-down), "ci_high": value * np.exp(up), "n": n})
+        for value, down, up, n in ((2.0, 0.03, 0.01, 5), (1.0, 0.02, 0.04, 7))
+    )
+    found = _epoch_claims._change(before, after)
+    assert (found.low, found.value, found.high) == pytest.approx((0.5 * np.exp(-0.05), 0.5, 0.5 * np.exp(0.05)))
+    assert found.n == 7
+
+
 def test_correlations_are_of_steps_whose_micro_batches_are_all_full():
     """Three full steps in one slot each, and a slow one of two slots with a partial micro-batch."""
     setting = Setting("equal_token", "eager", 2, model="wan-1.3b", micro_batches=2, protocol="matched", m_mem=2_000)

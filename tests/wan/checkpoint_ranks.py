@@ -34,7 +34,8 @@ class Recorder:
 
     def losses(self, model: torch.nn.Module, micro_batch: MicroBatch, epoch: int) -> torch.Tensor:
         self.ids += [i for i, w in zip(micro_batch.sample_ids, micro_batch.weights, strict=True) if w]
-        return standin.losses(model, micro_batch, epoch)
+        # As a model with dropout would: the generator's state is part of the run.
+        return standin.losses(model, micro_batch, epoch) * (0.5 + torch.rand(()))
 
     def step(self, logged: LoggedStep) -> None:
         with self.path.open("a") as file:
@@ -47,6 +48,7 @@ def trainer(folder: Path, recorder: Recorder, steps: int, *, layers: int = 2, sa
     engine = Engine(
         standin.make(torch.float32), recorder.losses, Parallelism(compute="master"), OptimizerSettings(lr=1e-2), world
     )
+    torch.manual_seed(world.rank)  # ranks draw apart
     epochs = Epochs(EqualToken(BUDGET), standin.corpus(samples), Layout(world.size, BUDGET, 2), world.rank, seed=5)
     about = {"name": "stand-in", "layers": layers}
     return Trainer(engine, epochs, Checkpoints(folder, world), standin.SIZE, about, Length(steps, save_every=2))

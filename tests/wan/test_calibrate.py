@@ -116,6 +116,14 @@ def test_timed_batches_are_the_largest_that_the_time_allows(seconds, alone, m_me
     assert most == m_mem or estimate(min(m_mem, 2 * most + 1)) > seconds * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(("seconds", "most"), [(10.01, 4), (9.99, 2), (6.01, 2), (5.99, 1)])
+def test_the_time_of_a_shape_is_that_of_its_full_micro_batch_and_of_one_sample(seconds, most):
+    """One sample takes a second: B of them and one alone, each with a pass to warm up, 2 (B + 1)."""
+    shape = Shape(17, 480, 832)
+    found = calibrate.affordable(MODELS["wan-1.3b"], [shape], 4 * tokens(shape), 1.0, seconds)
+    assert found == most * tokens(shape)
+
+
 def test_memory_alone_takes_one_pass_and_is_measured_again_for_time(tmp_path):
     memory = sweep_ranks.Memory()
     try:
@@ -125,6 +133,18 @@ def test_memory_alone_takes_one_pass_and_is_measured_again_for_time(tmp_path):
         timed = sweep.probe(Shape(1, 32, 32), 2)
         assert timed.seconds > 0 and len(timed.passes) == 3
         assert sweep.probe(Shape(1, 32, 32), 2).seconds == timed.seconds and len(sweep.recorded()) == 2
+    finally:
+        leave()
+
+
+def test_a_shapes_time_is_the_median_after_the_first_pass(monkeypatch):
+    memory = sweep_ranks.Memory()
+    try:
+        sweep = Sweep(memory.make, memory.world)
+        passes = iter([50.0, 0.25, 1.75, 0.5])
+        monkeypatch.setattr(sweep, "_pass", lambda micro_batch, losses: next(passes))
+        found = sweep.probe(Shape(1, 32, 32), 2)
+        assert (found.seconds, found.passes) == (0.5, (0.25, 1.75, 0.5))
     finally:
         leave()
 
