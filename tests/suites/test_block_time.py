@@ -125,6 +125,18 @@ def test_evidence_is_left_out_until_every_bucket_is_measured():
     assert block_time.evidence(rows[rows["tokens"] != 7800]) == []
 
 
+def test_evidence_is_of_the_wide_blocks_and_tells_of_the_others():
+    """Time in proportion to tokens at 14B width, to the square of a sample's length at 1.3B width."""
+    wide = rows_of(lambda b, s: 1e-4 * b * s, [c for c in full_cells() if c["model"] == "wan-14b"])
+    narrow = rows_of(lambda b, s: 1e-9 * s * s, [c for c in full_cells() if c["model"] == "wan-1.3b"])
+    found = {e.claim: e for e in block_time.evidence(pd.concat([wide, narrow]))}
+    assert found["B1"].value == pytest.approx(1.0) and found["B2"].value < 0.5
+    assert found["B2"].note.endswith("; 1.3B-wide blocks: 1.00")
+    assert "total tokens" in found["B1"].note and "S squared" in found["B2"].note
+    assert {e.claim for e in block_time.evidence(wide)} == {"B1", "B2"}
+    assert block_time.evidence(narrow) == []
+
+
 def test_draws_from_full_rows_only():
     rows = rows_of(lambda b, s: 1e-4 * b * s + 5e-9 * b * s * s, full_cells())
     figures = block_time.draw(rows)
