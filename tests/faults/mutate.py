@@ -56,6 +56,7 @@ class Mutation:
 _COMPOSITE, _OP_TESTS = "repro/adaln/composite.py", "tests/adaln"
 _BALANCE = "tests/balance"
 _STATS = "tests/measure/test_stats.py tests/faults/test_recorded_numbers.py"
+_EPOCHS = "tests/suites/test_throughput_measured.py"
 _VERDICTS = "tests/claims"
 _RECORDS = "tests/records tests/faults/test_results_folder.py"
 
@@ -121,6 +122,7 @@ MUTATIONS = (
         "moved",
         f"{_BALANCE} tests/faults/test_simulator.py",
     ),
+    Mutation("repro/balance/campaign.py", "Communication(2 * n, 4 * n,", "Communication(2 * n, 2 * n,", _BALANCE),
     # statistics
     Mutation("repro/measure/stats.py", "tail = (1 - CONFIDENCE) / 2", "tail = 1 - CONFIDENCE", _STATS),
     Mutation("repro/measure/stats.py", "np.median(values[picks], axis=1)", "np.mean(values[picks], axis=1)", _STATS),
@@ -132,6 +134,8 @@ MUTATIONS = (
         "tests/measure/test_verify.py",
     ),
     Mutation("repro/compare_judge.py", "drift)) and p < SIGNIFICANCE:", "drift)):", "tests/compare/test_judge.py"),
+    Mutation("suites/_epoch_claims.py", "float(np.hypot(*halves))", "max(halves)", _EPOCHS),
+    Mutation("suites/_epochs.py", "| absent).all(axis=(1, 2)))", "| absent).any(axis=(1, 2)))", _EPOCHS),
     # verdicts
     Mutation(
         "repro/claims.py", "if low >= p - margin and low > none:", "if high >= p - margin and low > none:", _VERDICTS
@@ -145,6 +149,13 @@ MUTATIONS = (
     ),
     Mutation(
         "repro/verdicts.py", 'other_needs(suite)], device, "full")', 'other_needs(suite)], device, "smoke")', _VERDICTS
+    ),
+    # checkpoints
+    Mutation(
+        "repro/wan/checkpointing.py",
+        "        _set_random_state(self.world.rank, random)\n",
+        "",
+        "tests/wan/test_checkpoint.py",
     ),
     # records
     Mutation("repro/records/store.py", 'max(newest.get(key, ""), row["run_id"])', 'row["run_id"]', _RECORDS),
