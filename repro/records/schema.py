@@ -65,6 +65,11 @@ def case_key(case: Mapping[str, str | int | float]) -> Key:
     return frozenset((name, text) for name, value in case.items() if (text := cell(value)))
 
 
+def row_key(row: Record) -> Key:
+    """Key of the case that a row belongs to."""
+    return frozenset((p, text) for p in parameter_columns(row) if (text := row[p]))
+
+
 def parameter_columns(columns: Iterable[str]) -> tuple[str, ...]:
     """The columns that are parameters, in their order."""
     fixed = {*HEAD, *TAIL}

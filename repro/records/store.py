@@ -3,8 +3,10 @@
     results/<device>/<suite>.csv                          rows (`repro.records.schema`)
     results/<device>/runs.jsonl                           where each run_id comes from (`repro.records.provenance`)
     results/<device>/samples/<suite>/<run_id>.csv.gz      raw samples by case key
+    results/<device>/cases/<suite>/<run_id>.jsonl         how many metrics each case has (`repro.records.counts`)
 
-Rows are never removed. On reading, the newest run of a case owns all its metrics.
+Rows are never removed. On reading, the newest run of a case owns all its metrics; one that lost some of them, in a file
+that was cut or edited, does not count as long as an older one has all of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import secrets
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from repro.records import files, provenance, samples
+from repro.records import counts, files, provenance, samples
 from repro.records.schema import (
     HEAD,
     SCHEMA,
@@ -30,12 +32,12 @@ from repro.records.schema import (
     Key,
     Record,
     SchemaError,
-    case_key,
     check,
     header,
     migrate,
     parameter_columns,
     records,
+    row_key,
     schema_of,
 )
 from repro.suite import Case, Measurement, Profile
@@ -67,7 +69,7 @@ class Store:
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
-        self._parsed: dict[Path, tuple[tuple[int, ...], list[Record]]] = {}
+        self._parsed: dict[Path, tuple[tuple[int, ...], list[Record], set[counts.At]]] = {}
 
     def start(self, machine: Machine, command: Sequence[str], seed: int | None, profile: Profile) -> Run:
         """Open a run and record where it comes from: code, command, versions, machine. Raises WriteError."""
@@ -109,7 +111,7 @@ class Store:
             _write_runs(folder, known)
 
     def append(self, run: Run, suite: str, case: Case, measurements: Sequence[Measurement]) -> None:
-        """Persist one case: its raw samples, then all its rows in one write.
+        """Persist one case: its raw samples, how many metrics it has, then all its rows in one write.
 
         Raises SchemaError where a measurement breaks the format (`repro.records.schema.records`), WriteError where it
         cannot be written: then no row of the case stands.
@@ -118,6 +120,7 @@ class Store:
         folder = self.root / run.device
         with files.locked(folder):
             samples.append(self._samples_path(run.device, suite, run.id), case, measurements)
+            counts.append(self._counts(run.device, suite) / f"{run.id}.jsonl", case, len(rows))
             files.append_rows(folder / f"{suite}.csv", tuple(case.key), rows)
 
     def devices(self) -> list[str]:
@@ -134,6 +137,8 @@ class Store:
         self, suite: str, device: str | None = None, profile: Profile | None = None, run_id: str | None = None
     ) -> pd.DataFrame:
         """Rows of a suite: of each case those of its newest run, in the order in which they were written.
+
+        Warns where that run is known to have lost rows; the newest that lost none stands in, if there is one.
 
         Columns: `device`, the fixed ones before, the suite's parameters, the fixed ones after. `value`, `ci_low` and
         `ci_high` are float64, `n` int64, a parameter column is numeric where every cell in it is a number (a missing
@@ -154,17 +159,22 @@ class Store:
         return pd.concat(frames, ignore_index=True) if frames else self.rows("", device, profile)
 
     def done(self, suite: str, device: str, profile: Profile, since: str = "") -> set[Key]:
-        """Keys (`case_key`) of the cases that need no measuring: recorded, and not cut off while being written.
+        """Keys (`case_key`) of the cases that need no measuring: recorded, with all the rows of their newest run.
 
         since: run_id of the oldest run that counts.
         """
         path = self._path(suite, device)
         table = files.read_table(path)
-        rows = [r for r in _newest(_current(path, table), profile) if r["run_id"] >= since]
-        parameters = _parameters(rows)
+        rows = _current(path, table)
+        whole = counts.compare(counts.read(self._counts(device, suite)), rows)
+        _tell_lacking(path, rows, whole)
         cut = [_prefix(columns, line) for columns, line in table.rejected]
-        whole = (r for r in rows if not any(_matches(r, prefix) for prefix in cut))
-        return {case_key({p: r.get(p, "") for p in parameters}) for r in whole}
+        found = set()
+        for row in _newest(rows, profile):
+            at = row["run_id"], row_key(row)
+            if row["run_id"] >= since and (whole[at] if at in whole else not any(_matches(row, p) for p in cut)):
+                found.add(at[1])
+        return found
 
     def samples(self, suite: str, device: str, run_id: str) -> pd.DataFrame:
         """Raw samples that a run kept: the suite's parameters, metric, unit, index, value. Empty where it kept none."""
@@ -184,19 +194,26 @@ class Store:
     def _samples_path(self, device: str, suite: str, run_id: str) -> Path:
         return self.root / device / "samples" / suite / f"{run_id}.csv.gz"
 
-    def _records(self, path: Path) -> list[Record]:
-        """Rows of a file in the current schema, parsed once as long as it does not change."""
+    def _counts(self, device: str, suite: str) -> Path:
+        return self.root / device / "cases" / suite
+
+    def _records(self, suite: str, device: str) -> tuple[list[Record], set[counts.At]]:
+        """Rows of a file in the current schema, and which cases lack some, read once as long as it does not change."""
+        path = self._path(suite, device)
         if not path.exists():
-            return []
+            return [], set()
         stat = path.stat()
         state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)  # a clock set back may repeat a time
         if path not in self._parsed or self._parsed[path][0] != state:
-            self._parsed[path] = (state, _current(path, files.read_table(path)))
-        return self._parsed[path][1]
+            rows = _current(path, files.read_table(path))
+            whole = counts.compare(counts.read(self._counts(device, suite)), rows)
+            _tell_lacking(path, rows, whole)
+            self._parsed[path] = (state, rows, {at for at, all_there in whole.items() if not all_there})
+        return self._parsed[path][1:]
 
     def _frame(self, suite: str, device: str, profile: Profile | None, run_id: str | None) -> pd.DataFrame:
-        rows = self._records(self._path(suite, device))
-        rows = _newest([r for r in rows if run_id is None or r["run_id"] == run_id], profile)
+        rows, lacking = self._records(suite, device)
+        rows = _newest([r for r in rows if run_id is None or r["run_id"] == run_id], profile, lacking)
         frame = pd.DataFrame(rows, columns=list(header(_parameters(rows))), dtype=str)
         frame.insert(0, "device", device)
         return frame
@@ -207,18 +224,39 @@ def _parameters(rows: Sequence[Record]) -> tuple[str, ...]:
     return parameter_columns(dict.fromkeys(c for row in rows for c in row))
 
 
-def _newest(rows: Sequence[Record], profile: Profile | None) -> list[Record]:
-    """Rows of the newest run of each case, in their order; of a metric written twice in a run, the last."""
+def _newest(
+    rows: Sequence[Record], profile: Profile | None, lacking: Collection[counts.At] = frozenset()
+) -> list[Record]:
+    """Rows of the newest run of each case, in their order; of a metric written twice in a run, the last.
+
+    lacking: cases of runs that give way to an older run.
+    """
     parameters = _parameters(rows)
     rows = [r for r in rows if profile is None or r["profile"] == profile]
     keys = [(r["profile"], *(r.get(p, "") for p in parameters)) for r in rows]
-    newest: dict[tuple[str, ...], str] = {}
-    for key, row in zip(keys, rows, strict=True):
-        newest[key] = max(newest.get(key, ""), row["run_id"])
-    last = {
-        (key, r["metric"]): i for i, (key, r) in enumerate(zip(keys, rows, strict=True)) if r["run_id"] == newest[key]
-    }
+    runs = [(not lacking or (r["run_id"], row_key(r)) not in lacking, r["run_id"]) for r in rows]
+    newest: dict[tuple[str, ...], tuple[bool, str]] = {}
+    for key, run in zip(keys, runs, strict=True):
+        newest[key] = max(newest.get(key, run), run)
+    found = enumerate(zip(keys, runs, rows, strict=True))
+    last = {(key, row["metric"]): i for i, (key, run, row) in found if run == newest[key]}
     return [rows[i] for i in sorted(last.values())]
+
+
+def _tell_lacking(path: Path, rows: Sequence[Record], whole: Mapping[counts.At, bool]) -> None:
+    """Warn of the cases whose newest run lost rows. whole: of each case of a run, whether it has all."""
+    if all(whole.values()):
+        return
+    newest = dict.fromkeys((r["run_id"], row_key(r)) for r in _newest(rows, None))
+    lacking = [at for at in newest if not whole.get(at, True)]
+    if lacking:
+        first = ", ".join(f"{p}={text}" for p, text in sorted(lacking[0][1]))[:200]
+        others = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        warnings.warn(
+            f"{path}: lost some rows of a case ({first}){others}: an older run stands in where there is one, and "
+            "the next run measures it again",
+            stacklevel=1,  # one place, so that a case is told of once
+        )
 
 
 def _new_id(now: datetime, known: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,40 @@ def test_a_second_run_skips_what_is_done(checkout):
     assert len(Store(checkout.results).runs(HERE)) == 1  # nothing to do, nothing recorded
     assert checkout.run("--again", "--only", "speed").exit_code == 0
     assert len(checkout.logged()) == 3
+
+
+PAIRS = """
+    NAME, CLAIMS, NEEDS, PARAMETERS = "pairs", (), (), ("x",)
+    def cases(profile, machine): return [Case({"x": x}) for x in range(3)]
+    def measure(case, machine, inputs):
+        LOG(f"pairs {case.key['x']}")
+        return [exactly(1.0), exactly(2.0, "bandwidth")]
+    def evidence(rows): return []
+    def draw(rows): return []
+"""
+
+
+@pytest.mark.parametrize("bytes_of_the_last_line", [0, 3, 30])
+def test_a_case_that_lost_rows_is_told_in_one_line_and_measured_again(checkout, bytes_of_the_last_line):
+    """Cut at the end of a line, before its run id is whole, and behind it."""
+    checkout.suite("pairs", PAIRS)
+    checkout.run("--only", "pairs")
+    assert checkout.logged() == ["pairs 0", "pairs 1", "pairs 2"]
+    path = checkout.results / HERE / "pairs.csv"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:bytes_of_the_last_line])
+    with pytest.warns(UserWarning) as heard:
+        again = checkout.run("--only", "pairs")
+    assert (again.exit_code, checkout.logged()) == (0, ["pairs 2"]), again.output
+    (line,) = {str(w.message) for w in heard if "lost some rows" in str(w.message)}
+    assert line == (
+        f"{path}: lost some rows of a case (x=2): an older run stands in where there is one, and the next run "
+        "measures it again"
+    )
+    assert path.read_bytes().startswith(b"".join(lines[:-1])), "what was saved stays"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lost some rows")
+        assert (checkout.run("--only", "pairs").exit_code, checkout.logged()) == (0, [])
 
 
 def test_again_repeats_the_named_suite_only(checkout):
