@@ -48,7 +48,9 @@ def cell(value: str | int | float) -> str:
         raise SchemaError(f"a parameter must be text or a number, got {value!r}: write 'on'/'off' or 0/1")
     if isinstance(value, str):
         if not value.isprintable() or value != value.strip():
-            raise SchemaError(f"a parameter must be printable text on one line without outer spaces, got {value!r}")
+            raise SchemaError(
+                f"a parameter must be printable text on one line without outer spaces, got {value[:40]!r}"
+            )
         return value
     if isinstance(value, Integral):
         return str(int(value))
@@ -137,6 +139,8 @@ def check(row: Record) -> None:
     for name, known in (("profile", PROFILES), ("kind", KINDS)):
         if row.get(name) not in known:
             raise SchemaError(f"{name} must be one of {', '.join(known)}, got {row.get(name, '')[:40]!r}")
+    for name in parameter_columns(row):
+        cell(row[name])
     numbers = []
     for name in ("value", "ci_low", "ci_high"):
         text = row.get(name, "nan")

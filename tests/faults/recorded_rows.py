@@ -68,6 +68,7 @@ FILES = [
         ROW.replace(RUN + ",", ""),
         header=HEADER.replace("run_id,", ""),
     ),
+    _rows("malformed", "a parameter within spaces", LEFT_OUT + "a parameter must be", _row("64000", " 64000"), OTHER),
     _rows("truncated", "the last line", LINE.format("3"), ROW, OTHER[:40]),
     _rows("truncated", "in the header", LINE.format("1"), header=HEADER[:30]),
     _rows("not UTF-8", "a cell", LINE.format("3"), ROW, OTHER.encode().replace(b"time", b"t\xff\xfe")),
@@ -103,6 +104,7 @@ FILES = [
         "adversarial", "a quoted cell of a megabyte", LINE.format("2"), _row("time", '"' + "x" * 1_000_000 + '"'), OTHER
     ),
     _rows("adversarial", "null bytes", "", _row("time", "ti\0me"), OTHER),
+    _rows("adversarial", "null bytes in a parameter", LEFT_OUT + "a parameter must be", _row("64000", "6\0"), OTHER),
     _rows("adversarial", "a run from the end of time", "", _row(RUN, "zzzz"), OTHER),
     _rows("adversarial", "a path as run", "", _row(RUN, "../../../etc/passwd"), OTHER),
     _rows("adversarial", "a formula", "", _row("time", "=cmd()"), OTHER),

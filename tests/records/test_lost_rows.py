@@ -217,6 +217,25 @@ def test_rows_of_an_older_checkout_have_no_count_and_are_taken_for_whole(two_run
         assert store.rows("speed")["run_id"].tolist() == [first.id] * 2 + [second.id]
 
 
+def test_without_counts_a_line_that_is_no_whole_row_still_tells_of_its_case(
+    two_runs: tuple[Store, Run, Run], quiet: None
+) -> None:
+    store, *_ = two_runs
+    shutil.rmtree(store.root / DEVICE / "cases")
+    path = store.root / DEVICE / "speed.csv"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert store.done("speed", DEVICE, "full") == {case_key({"impl": "a", "tokens": 1})}
+
+
+def test_a_row_that_stands_twice_makes_up_for_no_other(two_runs: tuple[Store, Run, Run], quiet: None) -> None:
+    """As a merge may leave them."""
+    store, *_ = two_runs
+    path = store.root / DEVICE / "speed.csv"
+    *lines, time, _ = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, time, time]))
+    assert B not in store.done("speed", DEVICE, "full")
+
+
 def test_a_count_that_was_not_followed_by_rows_changes_nothing(
     two_runs: tuple[Store, Run, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
