@@ -247,10 +247,10 @@ def _tell_lacking(path: Path, rows: Sequence[Record], whole: Mapping[counts.At, 
     """Warn of the cases whose newest run lost rows. whole: of each case of a run, whether it has all."""
     if all(whole.values()):
         return
-    newest = dict.fromkeys((r["run_id"], row_key(r)) for r in _newest(rows, None))
-    lacking = [at for at in newest if not whole.get(at, True)]
+    newest = {(r["run_id"], row_key(r)): r for r in _newest(rows, None)}
+    lacking = [row for at, row in newest.items() if not whole.get(at, True)]
     if lacking:
-        first = ", ".join(f"{p}={text}" for p, text in sorted(lacking[0][1]))[:200]
+        first = ", ".join(f"{p}={lacking[0][p]}" for p in parameter_columns(lacking[0]))[:200]
         others = f" and {len(lacking) - 1} more" if lacking[1:] else ""
         warnings.warn(
             f"{path}: lost some rows of a case ({first}){others}: an older run stands in where there is one, and "
