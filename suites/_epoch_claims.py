@@ -80,12 +80,14 @@ def simulator_error(own: pd.DataFrame, settings: Sequence[Setting]) -> str:
 
 
 def _steps(own: pd.DataFrame, setting: Setting) -> _epochs.Steps | None:
-    """Steps in their order, None where they were not measured."""
+    """Steps in their order, None where they were not measured, or some of their rows were lost."""
     found: dict[str, list[float]] = {"step": [], "work": []}
     for name, values in found.items():
         while (row := lookup(own, setting, f"{name}_at_{len(values)}")) is not None:
             values.append(float(row["value"]))
-    return _epochs.Steps(np.array(found["step"]), np.array(found["work"])) if found["step"] else None
+    if not found["step"] or len(found["step"]) != len(found["work"]):
+        return None
+    return _epochs.Steps(np.array(found["step"]), np.array(found["work"]))
 
 
 def epoch_gain(own: pd.DataFrame, base: Setting, treated: Setting) -> Interval | None:

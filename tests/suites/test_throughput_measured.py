@@ -167,6 +167,25 @@ def test_what_goes_as_simulated_replays_without_error(measured):
     assert rate == pytest.approx(240 / (steps["value"].sum() / 1e3))
 
 
+def test_an_epoch_that_lost_steps_has_no_gain(measured):
+    """Cut off behind any of its rows, which stand in the order in which they were written, or without one of them."""
+    base = Setting(*assumptions.BASELINE, 2, model="wan-1.3b")
+    fused = replace(base, adaln="fused")
+    whole = _epoch_claims.epoch_gain(measured, base, fused)
+    assert whole is not None
+    key = {name: v for name, v in base.key.items() if v != ""}
+    at = measured.index[(measured[list(key)] == pd.Series(key)).all(axis=1)]
+    steps = [i for i in at if str(measured.at[i, "metric"]).startswith(("step_at_", "work_at_"))]
+    for i in steps:
+        for lost in ([i], at[at >= i]):
+            assert _epoch_claims.epoch_gain(measured.drop(lost), base, fused) is None, measured.at[i, "metric"]
+    for left in range(0, len(at), 9):
+        found = throughput_measured.evidence(measured.drop(at[left:]))
+        assert "T6" not in {e.claim for e in found}
+    replays = [i for i in at if str(measured.at[i, "metric"]).startswith("replay_at_")]
+    assert _epoch_claims.epoch_gain(measured.drop(replays), base, fused) == whole
+
+
 def test_the_documents_hold_epochs_against_what_was_asked(measured):
     told = throughput_measured.tell(measured)
     assert "21 of 21 cells within 5% a step (worst 0.0%), 21 of 21 cells within 3% an epoch" in told["replay"]
