@@ -34,14 +34,16 @@ def _draw_device(
 ) -> list[Figure]:
     from repro.report import style
 
-    table = table[table["corpus"] == "moving-shapes"]
-    curves = table[table["metric"].str.startswith("curve_at_")]
+    curves = table[(table["corpus"] == "moving-shapes") & table["metric"].str.startswith("curve_at_")]
     if curves.empty:
         return []
     samples, bins = int(table["samples"].max()), curves["metric"].nunique()
     named = {v: f"{style.label(v[0])}, {v[1]}, {WEIGHTINGS[v[2]]}" for v in variants}
     shown = [(v, c) for v, c in zip(variants, COLORS, strict=False) if _of(curves, v).any()]
-    compared = {v: differences(table, v) for v, _ in shown if v != variants[0]}
+    sides = [(v, c) for v, c in shown if v != variants[0]]
+    compared = [(named[v], c, c, differences(table, v)) for v, c in sides]
+    real = [(f"{named[v]}, real clips", c, "none", differences(table, v, "real-small")) for v, c in sides]
+    compared += [side for side in real if side[-1].size]
     lines = (1.9, 0.45 + 0.33 * max(1, len(compared)))  # two lines of text for each that is compared
     figure, axes = style.subplots(2, 1, 0.5 + sum(lines) / 2, height_ratios=lines)
     top, bottom = axes[:, 0]
@@ -53,18 +55,17 @@ def _draw_device(
         first = variant == variants[0]  # drawn wider, so that curves which lie on it hide none of it
         top.plot(x, by_seed.mean(axis=1), color=color, lw=2.8 if first else 1.2, label=named[variant])
         top.fill_between(x, by_seed.min(axis=1), by_seed.max(axis=1), color=color, alpha=0.12, linewidth=0)
-        if not first:
-            at, each = list(compared).index(variant), compared[variant]
-            bottom.plot(each, np.full(each.size, at), "o", color=color, ms=4)
-            if each.size > 1:
-                i = interval(each)
-                ends = [[i.value - i.low], [i.high - i.value]]
-                bottom.errorbar(i.value, at + 0.27, xerr=ends, fmt="|", color=color, capsize=2)
+    for at, (_, color, fill, each) in enumerate(compared):
+        bottom.plot(each, np.full(each.size, at), "o", color=color, markerfacecolor=fill, ms=4)
+        if each.size > 1:
+            i = interval(each)
+            ends = [[i.value - i.low], [i.high - i.value]]
+            bottom.errorbar(i.value, at + 0.27, xerr=ends, fmt="|", color=color, capsize=2)
     top.set(xlabel="samples seen", ylabel="training loss", xlim=(0, samples), ylim=(0, None))
     for end in (-margin, margin):
         bottom.axvline(end, color=style.GREY, ls="--")
     bottom.axvline(0, color=style.BLACK, linewidth=0.8)
-    texts = [named[v].replace(", ", ",\n", 1) + f"; n = {each.size}" for v, each in compared.items()]
+    texts = [text.replace(", ", ",\n", 1) + f"; n = {each.size}" for text, _, _, each in compared]
     bottom.set_yticks(range(len(compared)), texts)
     bottom.set_ylim(len(compared) - 0.5, -0.5)
     bottom.set_xlabel("final held-out loss over the baseline's of the same seed, %")
@@ -73,7 +74,8 @@ def _draw_device(
     caption = (
         f"Loss at equal samples on {device}: a small model on procedural moving shapes. Above: mean over seeds with "
         f"their range. Below: a point a seed, against {named[variants[0]]}, and under the points their mean with its "
-        f"95% interval; equivalent where that lies within {margin:g}% (dashed)."
+        f"95% interval; equivalent where that lies within {margin:g}% (dashed). Open points: trained on clips and "
+        "photographs instead."
     )
     return [Figure(f"loss_parity-{device}", figure, caption, ("T5",))]
 

@@ -124,16 +124,18 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
     told = "; ".join(
         f"{' '.join(v)} {_told(differences(own, v))}" for v in VARIANTS if v not in (BASELINE, ADAPTIVELOAD)
     )
-    real = differences(own, ADAPTIVELOAD, "real-small")
+    real, real_end = differences(own, ADAPTIVELOAD, "real-small"), _final(own, BASELINE, "real-small").mean()
+    real_before = _final(own, BASELINE, "real-small", "loss_before").mean()
+    learned = f" ({real.size} seeds, from {real_before:.2f} to {real_end:.2f})" if real.size > 1 else ""
     ends = [_final(own, v, "moving-shapes") for v in (BASELINE, ADAPTIVELOAD)]
-    before = own[(own["metric"] == "loss_before") & (own["corpus"] == "moving-shapes")]["value"].mean()
+    before = _final(own, BASELINE, "moving-shapes", "loss_before").mean()
     updates = [_final(own, v, "moving-shapes", "steps").mean() for v in (BASELINE, ADAPTIVELOAD)]
     note = (
         f"held-out loss after {EPOCHS * SAMPLES:,} samples against {' '.join(BASELINE)}, {i.n} seeds paired (Student's "
         f"t): a model of {SIZES['small']['layers']} blocks, {SIZES['small']['dim']} wide, on procedural clips, from "
         f"{before:.2f} to {float(ends[0].mean()):.3f}; one micro-batch a step and rank on {RANKS} ranks, M_mem (a): "
         f"{updates[0]:.0f} updates, of AdaptiveLoad {updates[1]:.0f}; "
-        f"differences of others: {told}; on clips and photographs {_told(real)}"
+        f"differences of others: {told}; on clips and photographs {_told(real)}{learned}"
     )
     before_after = float(ends[0].mean()), float(ends[1].mean())
     return [Evidence("T5", i.value, i.low, i.high, "measured", *before_after, note=note)]

@@ -61,6 +61,8 @@ def test_differences_are_paired_by_seed():
     assert e.treated / e.baseline == pytest.approx(1.01)
     assert judge(BY_ID["T5"], e)[0] == "reproduced"
     assert "160 updates, of AdaptiveLoad 140;" in e.note
+    assert e.note.endswith("on clips and photographs +1.00% [1.00, 1.00] (3 seeds, from 1.20 to 0.50)")
+    assert loss_parity.evidence(table[table["corpus"] == "moving-shapes"])[0].note.endswith("photographs not run")
     assert loss_parity.margin() == 2.0
     assert loss_parity.evidence(table[table["seed"] == 0]) == []
 
@@ -78,6 +80,7 @@ def test_the_figure_has_a_point_a_seed_and_the_interval_that_judges():
         (figure,) = loss_parity.draw(table)
         bottom = figure.figure.axes[1]
         texts = [t.get_text() for t in bottom.get_yticklabels()]
+    assert [t.endswith("real clips; n = 3") for t in texts] == [False] * 5 + [True]
     at = next(k for k, text in enumerate(texts) if "dual constraint" in text and text.endswith("batch means; n = 6"))
     points = next(line for line in bottom.lines if list(line.get_ydata()) == [at] * 6)
     differences = loss_parity.differences(table, loss_parity.ADAPTIVELOAD)
