@@ -42,7 +42,7 @@ def _draw_device(
     shown = [(v, c) for v, c in zip(variants, COLORS, strict=False) if _of(curves, v).any()]
     sides = [(v, c) for v, c in shown if v != variants[0]]
     compared = [(named[v], c, c, differences(table, v)) for v, c in sides]
-    real = [(f"{named[v]}, real clips", c, "none", differences(table, v, "real-small")) for v, c in sides]
+    real = [(f"real clips: {named[v]}", c, "none", differences(table, v, "real-small")) for v, c in sides]
     compared += [side for side in real if side[-1].size]
     lines = (1.9, 0.45 + 0.33 * max(1, len(compared)))  # two lines of text for each that is compared
     figure, axes = style.subplots(2, 1, 0.5 + sum(lines) / 2, height_ratios=lines)
@@ -68,7 +68,7 @@ def _draw_device(
     texts = [text.replace(", ", ",\n", 1) + f"; n = {each.size}" for text, _, _, each in compared]
     bottom.set_yticks(range(len(compared)), texts)
     bottom.set_ylim(len(compared) - 0.5, -0.5)
-    bottom.set_xlabel("final held-out loss over the baseline's of the same seed, %")
+    bottom.set_xlabel("final held-out loss over the baseline's\nof the same seed, %")
     bottom.grid(axis="y", visible=False)
     style.legend(figure, ["measured"], axes=[top])
     caption = (
