@@ -61,7 +61,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
     """Check and time one implementation. Ratios are formed with eager and streams measured in this process.
 
     Raises CaseSkipped where the compiled kernels are missing or memory runs out,
-    `repro.measure.kernel_rows.HarnessError` for a bandwidth above its stream's,
+    `repro.measure.kernel_rows.HarnessError` for a bandwidth far above its stream's,
     `repro.measure.verify.WrongResultError` for a wrong result.
     """
     from repro.measure import kernel_rows

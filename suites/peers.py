@@ -79,7 +79,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
     """Check and time one implementation; for fused, also what else of its cell this process has not measured.
 
     Raises CaseSkipped where an implementation is not available or memory runs out,
-    `repro.measure.kernel_rows.HarnessError` for a bandwidth above its stream's,
+    `repro.measure.kernel_rows.HarnessError` for a bandwidth far above its stream's,
     `repro.measure.verify.WrongResultError` for a wrong result.
     """
     from repro.measure import kernel_rows

@@ -31,6 +31,11 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 
 
 _STREAM_ATTEMPTS = 3
+_ABOVE_STREAMS = 3.0
+"""% above the fastest stream up to which a time is believed. The streams are the fastest that were found, not what the
+memory can do: Inductor's fp32 norm over 5,120 channels read 100.1 to 101.9% of them in every run on an H200, and a
+bound that refuses such times hides who is ahead. What does not move all its bytes is further off, or its result wrong.
+"""
 
 
 class HarnessError(RuntimeError):
@@ -77,7 +82,7 @@ class Bench:
     def rows(self, impl: str, direction: Direction, problem: Problem, seed: str) -> list[Measurement]:
         """Check and time one implementation, and what it is compared with where this process has not yet.
 
-        seed: of the bootstrap intervals. Raises HarnessError for a bandwidth above the ceiling,
+        seed: of the bootstrap intervals. Raises HarnessError for a bandwidth far above the ceiling,
         `repro.measure.verify.WrongResultError` for a wrong result, `repro.measure.peers.PeerUnavailable`.
         """
         times = self.times(impl, direction, problem)
@@ -120,6 +125,8 @@ class Bench:
             ceiling = _percent_of(best, traffic, seed)
             if impl == "stream" or self.device.type != "cuda" or ceiling.low <= 100:
                 return ceiling
+        if ceiling.low <= 100 + _ABOVE_STREAMS:
+            return ceiling
         raise HarnessError(
             f"{impl} {direction} over {problem} reads {ceiling.value:.1f}% [{ceiling.low:.1f}, {ceiling.high:.1f}] of "
             "the fastest stream: it cannot have moved all its bytes through memory while it was timed"

@@ -163,8 +163,11 @@ def test_without_kernels_the_fused_op_is_skipped_on_a_gpu(suite: Any, monkeypatc
 
 
 @pytest.mark.parametrize("again", [1.0, 0.99, 1.02])
-def test_a_bandwidth_above_the_best_large_stream_is_an_error(again: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """again: speed of the stream, over its first, when it is measured once more because a call was above it."""
+def test_a_bandwidth_far_above_the_best_large_stream_is_an_error(again: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """again: speed of the stream, over its first, when it is measured once more because a call was above it.
+
+    The streams are the fastest that were found: what is a little above them counts, and says so by its ceiling.
+    """
     torch = pytest.importorskip("torch")
     from repro.measure import kernel_rows, norm_modulate, stream, timing
 
@@ -179,17 +182,17 @@ def test_a_bandwidth_above_the_best_large_stream_is_an_error(again: float, monke
         return stream.Traffic(times(100 / speed if again and speed > 1 else 100).device, size)
 
     monkeypatch.setattr(stream, "best", best)
-    for faster in (1.0, 1.01):
+    for faster in (1.0, 1.01, 1.04, 1.06):
         own = 100 / faster
         # A stream of the same size, which caches and launches may slow, is no limit.
         monkeypatch.setattr(norm_modulate, "measure", lambda i, *_, own=own: times(200 if i == "stream" else own))
         bench = kernel_rows.Bench(torch.device("cuda", 0), 0.1)
-        if faster > max(1.0, again):
+        if faster > 1.03 * max(1.0, again):
             with pytest.raises(kernel_rows.HarnessError, match="cannot have moved all its bytes"):
                 bench.rows("fused", "forward", problem, "seed")
         else:
             found = {row.metric: row.value for row in bench.rows("fused", "forward", problem, "seed")}
-            assert found["ceiling"] == pytest.approx(100 * faster / (again if faster > 1 else 1))
+            assert found["ceiling"] == pytest.approx(100 * faster / (max(1.0, again) if faster > 1 else 1))
             assert found["ceiling_same_size"] == pytest.approx(200 * faster)
 
 
