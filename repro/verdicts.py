@@ -1,6 +1,7 @@
 """From rows to verdicts: every device's evidence is judged, and one verdict a claim is chosen.
 
-    results/claims.csv             exactly one row a claim: measured before simulated, then most GPUs, then newest
+    results/claims.csv             exactly one row a claim: of what may decide it (`Evidence.decides`) measured before
+                                   simulated, then most GPUs, then newest
     results/claims_by_device.csv   the verdicts of all other evidence
 
 Only `full` rows decide. A claim without evidence reads `not run`, with the reason in its note.

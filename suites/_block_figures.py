@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.colors import LogNorm
@@ -104,18 +104,18 @@ def _draw_replay(device: str, rows: pd.DataFrame, found: dict[str, tuple[Interva
         points = ax.scatter(x, seconds, c=steps["tokens"], norm=LogNorm(), cmap="viridis", s=24, zorder=2)
         ax.set(xlabel=label, ylim=(0, None), title=f"{model} width")
         ax.margins(x=0.1)
-    axes[0, 0].set_ylabel(f"s, {block_time.LAYERS[model]} blocks")
+    axes[0, 0].set_ylabel(f"measured s, {block_time.LAYERS[model]} blocks")
     bar = figure.colorbar(points, ax=axes[0], label="S, tokens of one sample", pad=0.02)
     style.log_ticks(bar.ax.yaxis)
     grid = axes[1, 0].get_gridspec()
     for ax in axes[1]:
         ax.remove()
     _correlations(figure.add_subplot(grid[1, :]), found)
-    style.legend(figure, ["measured"])
+    style.legend(figure, ["measured", "simulated"])
     caption = (
         f"Equal-token micro-batches of wan-uniform on {device}: about the same tokens, yet step time follows the "
-        "square of the sequence length. Below: correlation over the replayed steps with its 95% interval, and the "
-        "paper's (dashed)."
+        "square of the sequence length. Below: correlation over steps drawn evenly from them, simulated, with the "
+        f"range of 95% of logs of {block_time.STEPS:,} steps, and the paper's (dashed)."
     )
     return Figure(f"equal_token_correlation-{device}", figure, caption, block_time.CLAIMS)
 
@@ -131,10 +131,11 @@ def _correlations(ax: Axes, found: dict[str, tuple[Interval, Interval]]) -> None
             place = i + 0.32 * (k - (len(found) - 1) / 2)
             label = f"{model} width" if i == 0 else "_"
             ends = [[r.value - r.low], [r.high - r.value]]
-            ax.errorbar(r.value, place, xerr=ends, fmt=marker, color=color, elinewidth=1.2, label=label)
+            look: Any = {"fmt": marker, "color": color, "markerfacecolor": "white", "elinewidth": 1.2}
+            ax.errorbar(r.value, place, xerr=ends, label=label, **look)
         ax.plot([paper, paper], [i - 0.42, i + 0.42], color=style.GREY, linestyle=(0, (5, 3)), linewidth=1.1)
     ax.set_yticks(range(len(PAPER_R)), [f"{quantity}\npaper: about {r}" for quantity, r in PAPER_R.items()])
-    ax.set(xlim=(0, 1.02), ylim=(len(PAPER_R) - 0.45, -0.55), xlabel="correlation with step time, R")
+    ax.set(xlim=(0, 1.02), ylim=(len(PAPER_R) - 0.45, -0.55), xlabel="correlation with step time, R; simulated steps")
     ax.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1])
     ax.grid(axis="y", visible=False)
 
@@ -150,13 +151,16 @@ def _draw_correlations(found: dict[str, dict[str, tuple[Interval, Interval]]]) -
     panels = {}
     for i, quantity in enumerate(PAPER_R):
         rows = [
-            {"row": f"{model} width", "device": device, "kind": "measured",
+            {"row": f"{model} width", "device": device, "kind": "simulated",
              "value": r[i].value, "ci_low": r[i].low, "ci_high": r[i].high}
             for device, of_model in found.items() for model, r in of_model.items()
         ]  # fmt: skip
         panels[f"R of step time and {quantity}"] = pd.DataFrame(rows)
     paper = {name: (f"paper: about {r}", r) for name, r in zip(panels, PAPER_R.values(), strict=True)}
-    caption = "Correlation over replayed equal-token steps of wan-uniform on each device, with its 95% interval."
+    caption = (
+        "Correlation over equal-token steps drawn evenly from wan-uniform, from each device's times, with the range of "
+        f"95% of logs of {block_time.STEPS:,} steps."
+    )
     return [Figure("equal_token_correlation-devices", devices.dots(panels, paper), caption, block_time.CLAIMS)]
 
 

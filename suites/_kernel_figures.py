@@ -32,7 +32,7 @@ _CAPTIONS = {
     "time_called": "Time of a call from Python, launches included, B=1: what a user feels at small N, where the device "
     "waits for the host. Backwards go through autograd. Bars are 95% intervals.",
 }
-_GAPS = " A gap in a line is a cell that was skipped, or refused because it read above the stream."
+_GAPS = " A gap in a line is a cell that was skipped, or refused because it read far above the stream."
 _FALLBACK = " Without a GPU the fused op is its composite fallback, and caches are not flushed."
 _SAME = " Eager and Wan's formula are the same computation in fp32."
 
@@ -75,8 +75,9 @@ def _draw_device(
     name = f"{_STEMS[metric]}{'' if dtype == 'bf16' else '_' + dtype}-{device}"
     same = (_SAME if dtype == "fp32" else "") + (_FALLBACK if device.startswith("cpu-") else "")
     smoke = " Smoke profile: small sizes, few samples." if (table["profile"] == "smoke").all() else ""
-    runs = table.loc[table["impl"] == "fused", "run_id"].nunique()
-    older = f" Cells are of {runs} runs, the newest of each: older ones may be of earlier kernels." if runs > 1 else ""
+    runs = table["run_id"].nunique()
+    told = "the newest of each: older ones may be of earlier kernels and of another machine"
+    older = f" Cells are of {runs} runs, {told}." if runs > 1 else ""
     return Figure(name, figure, f"{device}, {dtype}. {_CAPTIONS[metric]}{_GAPS}{same}{smoke}{older}", claims)
 
 

@@ -74,9 +74,10 @@ def _draw_device(
     caption = (
         f"Loss at equal samples on {device}: a small model on procedural moving shapes. Above: mean over seeds with "
         f"their range. Below: a point a seed, against {named[variants[0]]}, and under the points their mean with its "
-        f"95% interval; equivalent where that lies within {margin:g}% (dashed). Open points: trained on clips and "
-        "photographs instead."
+        f"95% interval; equivalent where that lies within {margin:g}% (dashed)."
     )
+    if any(side[-1].size for side in real):
+        caption += " Open points: trained on clips and photographs instead."
     return [Figure(f"loss_parity-{device}", figure, caption, ("T5",))]
 
 

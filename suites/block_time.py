@@ -1,7 +1,7 @@
 """Step time and memory of plain Wan 2.1 blocks over batch size and sequence length, at 1.3B and 14B width.
 
-Every cost model, policy and simulation stands on these rows. They also answer B1 and B2: with what does the step time
-of equal-token batches go, their tokens or the square of the sequence length?
+Every cost model, policy and simulation stands on these rows. Steps simulated from them also say what B1 and B2 ask:
+with what does the step time of equal-token batches go, their tokens or the square of the sequence length?
 
 Columns: model, layers (blocks measured, fewer than the model has), adaln (eager, wan: formulas of
 `repro.adaln.reference`; fused: `repro.adaln.layer_norm_modulate`), batch, tokens (of one sample). `eager` covers the
@@ -58,7 +58,7 @@ FUSED = (512, 1_560, 3_600, 7_800, 14_040, 20_280, 32_760, 46_800)
 WAN = (1_560, 7_800, 32_760)
 
 STEPS = 1_000
-"""Equal-token steps that are replayed for B1 and B2: the interval is that of a log of so many steps."""
+"""Equal-token steps of a log: its R lies within the interval that simulated steps give to B1 and B2."""
 
 Cell = tuple[str, int, str, int, int]
 """Values of PARAMETERS, in their order."""
@@ -101,7 +101,10 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
 
 
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
-    """B1 and B2 from the 14B-wide rows; the 1.3B-wide figure stands in the note."""
+    """B1 and B2 from the 14B-wide rows; the 1.3B-wide figure stands in the note.
+
+    Simulated: of the steps only the times of their shapes were measured.
+    """
     found = {model: replay(rows, model) for model in SHOWN}
     result = []
     for claim, index, what in (("B1", 0, "total tokens"), ("B2", 1, "S squared")):
@@ -115,10 +118,10 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
                 r.value,
                 r.low,
                 r.high,
-                "measured",
-                note=f"Pearson R of step time and {what} over {STEPS:,} equal-token steps ({mixes.TOKEN_BUDGET:,} "
-                "tokens) drawn evenly from the buckets of wan-uniform; times measured on one GPU with 14B-wide blocks, "
-                f"the drawing of steps replayed, no communication{other}",
+                "simulated",
+                note=f"Pearson R of step time and {what} over equal-token steps ({mixes.TOKEN_BUDGET:,} tokens) drawn "
+                "evenly from the buckets of wan-uniform; times measured on one GPU with 14B-wide blocks, no "
+                f"communication; the interval is that of logs of {STEPS:,} steps, a number of ours{other}",
             )
         )
     return result
@@ -152,17 +155,17 @@ def replay(rows: pd.DataFrame, model: str) -> tuple[Interval, Interval] | None:
     """Pearson R of step time with total tokens and with S squared, over equal-token steps of wan-uniform.
 
     A step is one rank's micro-batch; wan-uniform is even over equal-token micro-batches, so buckets are drawn evenly.
-    95% interval: bootstrap over the drawn steps. None where a bucket was not measured.
+    95% of logs of STEPS steps lie in the interval. None where a bucket was not measured.
     """
     table = equal_token_times(rows, model)
     if table is None:
         return None
     generator = np.random.default_rng(0)
-    drawn = generator.multinomial(STEPS, np.full(len(table), 1 / len(table)))
-    resampled = generator.multinomial(STEPS, drawn / STEPS, size=RESAMPLES)
+    even = np.ones(len(table), dtype=np.int64)
+    logs = generator.multinomial(STEPS, even / len(table), size=RESAMPLES)
     intervals = []
     for x in (table["batch"] * table["tokens"], table["tokens"] ** 2):
-        r = _weighted_correlation(np.vstack([drawn, resampled]), x.to_numpy(float), table["value"].to_numpy(float))
+        r = _weighted_correlation(np.vstack([even, logs]), x.to_numpy(float), table["value"].to_numpy(float))
         low, high = np.quantile(r[1:], [0.025, 0.975])
         intervals.append(Interval(float(r[0]), float(low), float(high), STEPS))
     return intervals[0], intervals[1]

@@ -77,17 +77,25 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         at = found.get((model, form, metric))
         return "unknown" if at is None else f"{cast(float, at.value):.4g}"
 
-    swept = whole.behind(rows, "wan-14b", str(row.source))
-    note = (
-        "mean absolute error with whole lengths held out. "
-        + "; ".join(
-            f"{model} width: p = {text(model, 'power', 'p')}, {text(model, 'power', 'held_out_mape')}%, with "
-            f"b B S + c B S^2 + d B {text(model, 'quadratic', 'held_out_mape')}%"
-            for model in block_time.SHOWN
+    def told(model: str) -> str:
+        at = found.get((model, "power", "p"))
+        if at is None:
+            return f"{model} width unknown"
+        swept = whole.behind(rows, model, str(at.source))
+        stands = (
+            "plain blocks on one GPU, no communication"
+            if swept is None
+            else f"the whole model's sweep on {swept.ranks} GPUs with {swept.adaln} AdaLN, eager's added"
         )
-        + f". M_mem of 14B: {text('wan-14b', 'power', 'm_mem')} tokens, from measured peaks ({RANKS} ranks, full "
-        f"sharding, {MARGIN:.0%} of the device left alone); M_comp from the longest bucket; "
-        f"{'one GPU, no communication' if swept is None else whole.told(rows, 'wan-14b', str(row.source))}"
+        return (
+            f"{model} width: p = {text(model, 'power', 'p')}, {text(model, 'power', 'held_out_mape')}%, with "
+            f"b B S + c B S^2 + d B {text(model, 'quadratic', 'held_out_mape')}% ({at.kind}: {stands})"
+        )
+
+    note = (
+        f"mean absolute error with whole lengths held out. {'; '.join(map(told, block_time.SHOWN))}. M_mem of 14B: "
+        f"{text('wan-14b', 'power', 'm_mem')} tokens, from measured peaks ({RANKS} ranks, full sharding, "
+        f"{MARGIN:.0%} of the device left alone); M_comp from the longest bucket"
     )
     value, low, high = (float(cast(float, x)) for x in (row.value, row.ci_low, row.ci_high))
     return [Evidence("B6", value, low, high, cast(Kind, row.kind), note=note)]
@@ -214,7 +222,8 @@ def _draw_device(device: str, rows: pd.DataFrame) -> list[Figure]:
     caption = (
         f"Cost models fitted to block_time on {device} (eager AdaLN, forward and backward). Above: measured step time; "
         "lines (B = 1) and dashes (48,000 tokens) are the fits. Below: relative error of each shape when all shapes of "
-        "its length are left out of the fit, and the mean absolute error."
+        "its length are left out of the fit, and the mean absolute error. Rows and notes of a model that was swept "
+        "whole stand on that sweep instead."
     )
     return [Figure(f"cost_model-{device}", figure, caption, CLAIMS)]
 

@@ -110,6 +110,9 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         f"{seen.tokens.max():,} tokens measured on the trainer's own FSDP path, nothing set by hand. {told}. The same "
         "sweep, fit and batch table are what `python -m repro.train --calibrate` does before it trains"
     )
+    runs = len(seen.source.split())
+    if runs > 1:
+        note += f". Shapes are of {runs} runs, none in two: machines and kernels may differ between them"
     several = any(np.unique(seen.batch[seen.tokens == s]).size > 1 for s in np.unique(seen.tokens))
     if not several:
         note = f"no length in two batch sizes, so that what a batch costs was not tested; {note}"

@@ -125,7 +125,7 @@ def measure(case: Case, machine: Machine, inputs: pd.DataFrame) -> list[Measurem
 
 
 def evidence(rows: pd.DataFrame) -> list[Evidence]:
-    """T6 from measured steps; the other claims from as many GPUs as they speak of, beside what decides from fewer."""
+    """B1, B2 and T6 from measured steps; other claims from as many GPUs as they speak of, from fewer beside."""
     own = rows[rows["suite"] == NAME]
     return _epoch_claims.evidence(own, lambda setting: _corpus(setting).samples) if len(own) else []
 

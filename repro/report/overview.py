@@ -44,7 +44,9 @@ def draw(rows: Sequence[tables.Row]) -> Figure:
         if found is None:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
             look: Any = {"fontsize": style.SMALLEST, "color": style.NOTE, "bbox": box}
-            axes.text(0.04, y, "judged by a threshold", va="center", **look)
+            interval = ", ".join(tables.number(row[end]) for end in ("ci_low", "ci_high"))
+            told = f"[{interval}]\njudged by a threshold" if row["value"] else "judged by a threshold"
+            axes.text(0.04, y, told, va="center", **look)
         else:
             _tolerance(axes, y, row, found)
             _mark(axes, y, row, found, color, "o")

@@ -80,6 +80,8 @@ def test_the_figure_has_a_point_a_seed_and_the_interval_that_judges():
         (figure,) = loss_parity.draw(table)
         bottom = figure.figure.axes[1]
         texts = [t.get_text() for t in bottom.get_yticklabels()]
+        (procedural,) = loss_parity.draw(table[table["corpus"] == "moving-shapes"])
+    assert "Open points" in figure.caption and "Open points" not in procedural.caption
     assert [t.startswith("real clips: ") and t.endswith("n = 3") for t in texts] == [False] * 5 + [True]
     at = next(k for k, text in enumerate(texts) if "dual constraint" in text and text.endswith("batch means; n = 6"))
     points = next(line for line in bottom.lines if list(line.get_ydata()) == [at] * 6)

@@ -217,10 +217,10 @@ def test_steps_slower_than_simulated_show_as_error(monkeypatch):
     assert of(rows, "replay_total_error") == pytest.approx(-20.0)
 
 
-def test_evidence_of_two_gpus_stands_beside_verdicts_and_t6_decides(measured):
+def test_evidence_of_two_gpus_stands_beside_verdicts_but_for_claims_of_any_number(measured):
     found = {e.claim: e for e in throughput_measured.evidence(measured)}
     assert set(found) == set(throughput_measured.CLAIMS)
-    assert {c for c, e in found.items() if e.decides} == {"T6"}
+    assert {c for c, e in found.items() if e.decides} == {"B1", "B2", "T6"}
     assert all(e.kind == "measured" and e.ci_low <= e.value <= e.ci_high for e in found.values())
     assert all("6 of 30 blocks" in e.note and "unknown" not in e.note for e in found.values())
     whole = Setting(*assumptions.ADAPTIVELOAD, 2, model="wan-1.3b")
