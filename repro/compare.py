@@ -109,7 +109,9 @@ def _check_targets(sources: Sequence[Source], targets: Mapping[str, Path | None]
     for option, path in wanted.items():
         if list(wanted.values()).count(path) > 1:
             raise SourceError(f"{option} {path} is asked for twice: give both a name of their own")
-        if any(s.store is not None and s.store.root.absolute() in path.parents for s in sources):
+        folders = [(s.store.root.absolute(), s.device) for s in sources if s.store is not None]
+        # A device's folder may lie anywhere, in one's home too: beside it there is room, but for what is there.
+        if any(root / device in path.parents or (root == path.parent and path.exists()) for root, device in folders):
             raise SourceError(f"{option} {path} lies among the results that are read: give another place")
         files.require_target(path)
 

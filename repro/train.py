@@ -38,8 +38,7 @@ from repro.wan.synthetic import SyntheticSamples
 from repro.wan.trainer import Length, StopSignals
 
 ROOT = Path(__file__).resolve().parents[1]
-GOES_ON = "the same command goes on"
-_FINISHING = "the step under way is finished and saved first, if there is time: torchrun kills its ranks after 30 s"
+GOES_ON, STARTS_ANEW = "the same command goes on", "the same command starts anew"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -99,7 +98,7 @@ def main(
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
     Exit codes: 0 done, or stopped by Ctrl-C, SIGTERM or SIGUSR1 and saved, 1 a loss not finite, memory or disk full,
-    ranks lost, 2 nothing to train with, 130 interrupted twice.
+    ranks lost, 2 nothing to train with, 130 interrupted before training began or twice.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
@@ -149,18 +148,18 @@ def main(
         world = join(device, patience=timeout)
         with meeting(world), prepared(run, world) as (trainer, log):
             running = True
-            with StopSignals(_FINISHING) as signals:
+            with StopSignals(_finishing(save_every > 0)) as signals:
                 stopped = trainer.run(log, lambda: signals.asked is not None)
         if log is not None:
             log.say([log.summary()])
         if stopped and log is not None:
-            how = "saved" if save_every else "not saved"
-            log.say([f"stopped by {signals.asked or 'another rank'} after {trainer.step} steps, {how}; {GOES_ON}"])
+            how = f"saved; {GOES_ON}" if save_every else f"not saved; {STARTS_ANEW}"
+            log.say([f"stopped by {signals.asked or 'another rank'} after {trainer.step} steps, {how}"])
     except Exception as error:
         code, running = _told(error, running, debug)
     except KeyboardInterrupt:
         code = 130
-        typer.echo(f"interrupted; {GOES_ON}", err=True)
+        typer.echo(f"interrupted; {GOES_ON if save_every else STARTS_ANEW}", err=True)
     if not (running and code):
         leave()
     elif _among_others():
@@ -169,6 +168,12 @@ def main(
         os._exit(code)
     if code:
         raise typer.Exit(code)
+
+
+def _finishing(saved: bool) -> str:
+    """What happens before a run stops, for who sent the signal."""
+    patience = ", if there is time: torchrun kills its ranks after 30 s" if _among_others() else ""
+    return f"the step under way is finished{' and saved' if saved else ''} first{patience}"
 
 
 def _among_others() -> bool:

@@ -270,6 +270,16 @@ def test_csv_and_markdown_hold_every_shared_cell(recorder):
     assert len({line.count("|") for line in tables if "forward" in line or "impl" in line}) == 1
 
 
+def test_beside_a_device_s_folder_there_is_room_but_for_what_is_there(recorder):
+    old, new = recorder.run("before"), recorder.run("", seed=1)
+    (recorder.root / "claims.csv").write_text("id,statement\n")
+    assert "wrote new.csv" in recorder.call(old, new, "--csv", "new.csv").output
+    for refused in ("claims.csv", "acme-1/new.csv"):
+        done = recorder.call(old, new, "--csv", refused)
+        assert done.exit_code == 2 and "lies among the results that are read" in done.output
+    assert (recorder.root / "claims.csv").read_text() == "id,statement\n"
+
+
 @pytest.mark.parametrize("slug", ["acme-1", "acme-2"])
 def test_pictures_are_the_same_bytes_again(recorder, slug):
     old, new = recorder.run("before"), recorder.run("after", slug, factor={"fused": 1.3}, seed=1)

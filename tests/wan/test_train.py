@@ -323,6 +323,18 @@ def test_a_signal_ends_a_run_in_order(tmp_path, name):
     assert again.exit_code == 0 and f"after {steps} steps" in again.output, again.output
 
 
+def test_a_run_without_checkpoints_that_is_stopped_does_not_say_that_it_goes_on(tmp_path, monkeypatch, capfd):
+    class Stopped(StopSignals):
+        def __enter__(self):
+            self._ask(signal.SIGINT, None)
+            return self
+
+    monkeypatch.setattr(train, "StopSignals", Stopped)
+    done = run(tmp_path, "--steps", "9", "--save-every", "0")
+    assert done.exit_code == 0 and "after 1 steps, not saved; the same command starts anew" in done.output
+    assert capfd.readouterr().err == "SIGINT: the step under way is finished first\n"
+
+
 def test_a_run_may_leave_no_checkpoint(tmp_path):
     assert run(tmp_path, "--steps", "2", "--save-every", "0").exit_code == 0
     assert len(rows(tmp_path)) == 2 and not list((tmp_path / "checkpoints").iterdir())
