@@ -10,6 +10,7 @@ Every column that is not named here is a parameter column. A cell without a valu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -20,6 +21,7 @@ from repro.suite import PROFILES, Case, Kind, Measurement
 SCHEMA = 1
 HEAD = ("schema", "run_id", "suite", "profile")
 TAIL = ("metric", "unit", "value", "ci_low", "ci_high", "n", "kind", "source")
+_FIXED = frozenset({*HEAD, *TAIL})
 KINDS: tuple[str, ...] = get_args(Kind)
 
 Record = dict[str, str]
@@ -74,8 +76,7 @@ def row_key(row: Record) -> Key:
 
 def parameter_columns(columns: Iterable[str]) -> tuple[str, ...]:
     """The columns that are parameters, in their order."""
-    fixed = {*HEAD, *TAIL}
-    return tuple(c for c in columns if c not in fixed)
+    return tuple(c for c in columns if c not in _FIXED)
 
 
 def header(parameters: Sequence[str]) -> tuple[str, ...]:
@@ -139,8 +140,9 @@ def check(row: Record) -> None:
     for name, known in (("profile", PROFILES), ("kind", KINDS)):
         if row.get(name) not in known:
             raise SchemaError(f"{name} must be one of {', '.join(known)}, got {row.get(name, '')[:40]!r}")
-    for name in parameter_columns(row):
-        cell(row[name])
+    for name, text in row.items():
+        if name not in _FIXED:
+            _check_text(text)
     numbers = []
     for name in ("value", "ci_low", "ci_high"):
         text = row.get(name, "nan")
@@ -153,6 +155,12 @@ def check(row: Record) -> None:
     text = row.get("n", "0")
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
         raise SchemaError(f"n must be a whole number, got {text[:40]!r}")
+
+
+@functools.lru_cache(maxsize=1024)  # the same few texts stand in tens of thousands of rows
+def _check_text(text: str) -> None:
+    """Raise SchemaError where a parameter that was read has a text that none can have."""
+    cell(text)
 
 
 def _measured(suite: str, m: Measurement) -> Record:
