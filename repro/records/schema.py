@@ -31,7 +31,10 @@ Key = frozenset[tuple[str, str]]
 """Identity of a case within a suite and profile: (parameter, text) of every parameter that has a value."""
 
 MIGRATIONS: dict[int, Callable[[Record], Record]] = {}
-"""schema n -> function that turns a row of schema n into one of schema n + 1 (its `schema` cell is set for it)."""
+"""schema n -> function that turns a row of schema n into one of schema n + 1 (its `schema` cell is set for it).
+
+Counts (`repro.records.counts`) have no schema: one that changes parameters must see to them as well.
+"""
 
 _DIGITS = 15
 """Of a whole number that fits into 64 bits."""

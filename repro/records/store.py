@@ -5,8 +5,8 @@
     results/<device>/samples/<suite>/<run_id>.csv.gz      raw samples by case key
     results/<device>/cases/<suite>/<run_id>.jsonl         how many metrics each case has (`repro.records.counts`)
 
-Rows are never removed. On reading, the newest run of a case owns all its metrics; one that lost some of them, in a file
-that was cut or edited, does not count as long as an older one has all of its own.
+Rows are never removed. On reading, the newest run of a case owns all its metrics; one that lost some of them or all, in
+a file that was cut or edited, does not count as long as an older one has all of its own.
 """
 
 from __future__ import annotations
@@ -62,6 +62,20 @@ class Run:
     profile: Profile
     started: datetime
     began: float = field(default_factory=time.monotonic, compare=False)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A suite's file as read.
+
+    rows: in the current schema. whole: of each counted case of a run, whether its rows are all there. lost: cases whose
+    newest run lost rows. rejected: (columns, line) of what is no whole row.
+    """
+
+    rows: list[Record]
+    whole: Mapping[counts.At, bool]
+    lost: Sequence[counts.CaseOf]
+    rejected: Sequence[tuple[tuple[str, ...], str]]
 
 
 class Store:
@@ -120,7 +134,7 @@ class Store:
         folder = self.root / run.device
         with files.locked(folder):
             samples.append(self._samples_path(run.device, suite, run.id), case, measurements)
-            counts.append(self._counts(run.device, suite) / f"{run.id}.jsonl", case, len(rows))
+            counts.append(self._counts(run.device, suite) / f"{run.id}.jsonl", run.profile, case, len(rows))
             files.append_rows(folder / f"{suite}.csv", tuple(case.key), rows)
 
     def devices(self) -> list[str]:
@@ -138,7 +152,7 @@ class Store:
     ) -> pd.DataFrame:
         """Rows of a suite: of each case those of its newest run, in the order in which they were written.
 
-        Warns where that run is known to have lost rows; the newest that lost none stands in, if there is one.
+        Warns where that run is known to have lost some or all; the newest that lost none stands in, if there is one.
 
         Columns: `device`, the fixed ones before, the suite's parameters, the fixed ones after. `value`, `ci_low` and
         `ci_high` are float64, `n` int64, a parameter column is numeric where every cell in it is a number (a missing
@@ -163,18 +177,15 @@ class Store:
 
         since: run_id of the oldest run that counts.
         """
-        path = self._path(suite, device)
-        table = files.read_table(path)
-        rows = _current(path, table)
-        whole = counts.compare(counts.read(self._counts(device, suite)), rows)
-        _tell_lacking(path, rows, whole)
-        cut = [_prefix(columns, line) for columns, line in table.rejected]
+        read = self._read(suite, device)
+        lost = {key for of, key in read.lost if of == profile}
+        cut = [_prefix(columns, line) for columns, line in read.rejected]
         found = set()
-        for row in _newest(rows, profile):
+        for row in _newest(read.rows, profile):
             at = row["run_id"], row_key(row)
-            if row["run_id"] >= since and (whole[at] if at in whole else not any(_matches(row, p) for p in cut)):
+            if row["run_id"] >= since and (at in read.whole or not any(_matches(row, p) for p in cut)):
                 found.add(at[1])
-        return found
+        return found - lost
 
     def samples(self, suite: str, device: str, run_id: str) -> pd.DataFrame:
         """Raw samples that a run kept: the suite's parameters, metric, unit, index, value. Empty where it kept none."""
@@ -197,18 +208,34 @@ class Store:
     def _counts(self, device: str, suite: str) -> Path:
         return self.root / device / "cases" / suite
 
+    def _finished(self, device: str) -> set[str]:
+        """Runs that were not stopped: their ids."""
+        ends = {r["run_id"]: r.get("end") for r in _read_runs(self.root / device / _RUNS)[0]}
+        return {run_id for run_id, end in ends.items() if isinstance(end, dict) and end.get("status") == "finished"}
+
+    def _read(self, suite: str, device: str) -> _Read:
+        """Read a suite's file. Warns of what it lost."""
+        path, folder = self._path(suite, device), self._counts(device, suite)
+        # in an order in which a run that goes on meanwhile seems to have lost nothing
+        finished = self._finished(device) if folder.is_dir() else set()
+        counted = counts.read(folder)
+        table = files.read_table(path)
+        rows = _current(path, table)
+        whole = counts.compare(counted, rows, finished)
+        lost = counts.lost(counted, rows, whole)
+        _tell_lost(path, table.columns, lost)
+        return _Read(rows, whole, lost, table.rejected)
+
     def _records(self, suite: str, device: str) -> tuple[list[Record], set[counts.At]]:
         """Rows of a file in the current schema, and which cases lack some, read once as long as it does not change."""
         path = self._path(suite, device)
-        if not path.exists():
-            return [], set()
-        stat = path.stat()
-        state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)  # a clock set back may repeat a time
+        state: tuple[int, ...] = ()
+        if path.exists():
+            stat = path.stat()
+            state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)  # a clock set back may repeat a time
         if path not in self._parsed or self._parsed[path][0] != state:
-            rows = _current(path, files.read_table(path))
-            whole = counts.compare(counts.read(self._counts(device, suite)), rows)
-            _tell_lacking(path, rows, whole)
-            self._parsed[path] = (state, rows, {at for at, all_there in whole.items() if not all_there})
+            read = self._read(suite, device)
+            self._parsed[path] = (state, read.rows, {at for at, all_there in read.whole.items() if not all_there})
         return self._parsed[path][1:]
 
     def _frame(self, suite: str, device: str, profile: Profile | None, run_id: str | None) -> pd.DataFrame:
@@ -243,17 +270,14 @@ def _newest(
     return [rows[i] for i in sorted(last.values())]
 
 
-def _tell_lacking(path: Path, rows: Sequence[Record], whole: Mapping[counts.At, bool]) -> None:
-    """Warn of the cases whose newest run lost rows. whole: of each case of a run, whether it has all."""
-    if all(whole.values()):
-        return
-    newest = {(r["run_id"], row_key(r)): r for r in _newest(rows, None)}
-    lacking = [row for at, row in newest.items() if not whole.get(at, True)]
-    if lacking:
-        first = ", ".join(f"{p}={lacking[0][p]}" for p in parameter_columns(lacking[0]))[:200]
-        others = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+def _tell_lost(path: Path, columns: Sequence[str], lost: Sequence[counts.CaseOf]) -> None:
+    """Warn of the cases whose newest run lost rows. columns: of the file, in whose order a case is told."""
+    if lost:
+        case = dict(sorted(lost[0][1]))
+        first = ", ".join(f"{p}={case[p]}" for p in dict.fromkeys((*columns, *case)) if p in case)[:200]
+        others = f" and {len(lost) - 1} more" if lost[1:] else ""
         warnings.warn(
-            f"{path}: lost some rows of a case ({first}){others}: an older run stands in where there is one, and "
+            f"{path}: lost rows of a case ({first}){others}: an older run stands in where there is one, and "
             "the next run measures it again",
             stacklevel=1,  # one place, so that a case is told of once
         )

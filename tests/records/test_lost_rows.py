@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.measure.machine import Machine
-from repro.records import Key, Run, Store, case_key
-from repro.suite import Case, Measurement
+from repro.records import Key, Run, Store, case_key, counts, files
+from repro.suite import Case, Measurement, Profile
 
 DEVICE = "some-gpu"
 MACHINE = Machine(DEVICE, "Some GPU", 1, (9, 0), 132, 10**11, 4, {"gpu_name": "Some GPU", "unavailable": {}})
 METRICS = ("time", "bandwidth", "ceiling")
-LOST = r"speed\.csv: lost some rows of a case \(impl=b, tokens=1\): an older run stands in where there is one, and the "
+LOST = r"speed\.csv: lost rows of a case \(impl=b, tokens=1\): an older run stands in where there is one, and the "
 
 
 class Row(NamedTuple):
@@ -32,10 +32,14 @@ class Row(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A store's root with two runs of four cases, which the second measured in another order, and its rows as told."""
+    """A store's root with two runs of four cases, which the second measured in another order, and its rows as told.
+
+    stopped: whether both runs were, rather than finished, so that each may lack the rows of its last case.
+    """
 
     root: Path
     rows: tuple[Row, ...]
+    stopped: bool
 
     @property
     def path(self) -> Path:
@@ -44,12 +48,18 @@ class Written(NamedTuple):
     def metrics(self, run_id: str, key: Key) -> set[str]:
         return {r.metric for r in self.rows if (r.run_id, r.key) == (run_id, key)}
 
+    def lost(self, run_id: str, key: Key, kept: set[str]) -> bool:
+        """Whether a run that kept these metrics of a case is known to have lost some."""
+        if not kept and self.stopped:
+            return key != next(r.key for r in reversed(self.rows) if r.run_id == run_id)
+        return kept != self.metrics(run_id, key)
+
 
 def measured(run: int, count: int) -> list[Measurement]:
     return [Measurement(m, "us", run + i, run + i, run + i, 1, samples=(1.0,)) for i, m in enumerate(METRICS[:count])]
 
 
-def write(root: Path) -> Written:
+def write(root: Path, stopped: bool) -> Written:
     store, rows = Store(root), []
     cases = [Case({"impl": impl, "tokens": n}) for impl in "ab" for n in (1, 11)]
     for number, order in enumerate((cases, cases[::-1])):
@@ -58,12 +68,14 @@ def write(root: Path) -> Written:
             found = measured(number, 1 + count % 3)
             store.append(run, "speed", case, found)
             rows += [Row(run.id, case_key(case.key), m.metric) for m in found]
-    return Written(root, tuple(rows))
+        if not stopped:
+            store.finish(run, "finished", {}, {})
+    return Written(root, tuple(rows), stopped)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return write(tmp_path_factory.mktemp("written"))
+@pytest.fixture(scope="module", params=["finished", "stopped"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return write(tmp_path_factory.mktemp("written"), request.param == "stopped")
 
 
 @pytest.fixture
@@ -77,15 +89,17 @@ def hold(written: Written, kept: list[Row], content: bytes) -> None:
     """What a file with these of its rows must be read as: `done`, and the rows that count."""
     written.path.write_bytes(content)
     store = Store(written.root)
-    newest: dict[Key, str] = {}
+    runs = sorted({r.run_id for r in written.rows})
+    done: set[Key] = set()
     stands: dict[Key, str] = {}
     for key in {r.key for r in kept}:
-        runs = sorted({r.run_id for r in kept if r.key == key})
-        whole = [run for run in runs if {r.metric for r in kept if r[:2] == (run, key)} == written.metrics(run, key)]
-        newest[key], stands[key] = runs[-1], (whole or runs)[-1]
-        if runs[-1] not in whole:
-            del newest[key]
-    assert store.done("speed", DEVICE, "full") == set(newest)
+        metrics = {run: {r.metric for r in kept if r[:2] == (run, key)} for run in runs}
+        lost = [run for run in runs if written.lost(run, key, metrics[run])]
+        having = [run for run in runs if metrics[run]]
+        stands[key] = ([run for run in having if run not in lost] or having)[-1]
+        if having[-1] >= max(lost, default="") and having[-1] not in lost:
+            done.add(key)
+    assert store.done("speed", DEVICE, "full") == done
     parameters = ("impl", "tokens")
     found = [Row(r["run_id"], case_key({p: r[p] for p in parameters}), r["metric"]) for r in _records(store)]
     assert found == [r for r in kept if r.run_id == stands[r.key]]
@@ -236,6 +250,164 @@ def test_a_row_that_stands_twice_makes_up_for_no_other(two_runs: tuple[Store, Ru
     assert B not in store.done("speed", DEVICE, "full")
 
 
+def take_out(store: Store, run: Run, tokens: Iterable[int] = range(10)) -> None:
+    """Take all rows of these cases of a run out of the file."""
+    path = store.root / DEVICE / "speed.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    out = [f",{run.id},speed,{run.profile},b,{n}," for n in tokens]
+    path.write_text("".join(line for line in lines if not any(o in line for o in out)))
+
+
+def five_cases(store: Store, profile: Profile = "full") -> Run:
+    """A finished run of five cases of two metrics."""
+    run = store.start(MACHINE, ["x"], None, profile)
+    for n in range(5):
+        store.append(run, "speed", Case({"impl": "b", "tokens": n}), measured(n, 2))
+    store.finish(run, "finished", {"measured": 5}, {})
+    return run
+
+
+def keys(*tokens: int) -> set[Key]:
+    return {case_key({"impl": "b", "tokens": n}) for n in tokens}
+
+
+@pytest.mark.parametrize("cases", [1, 4, 5])
+def test_cases_of_which_no_row_is_left_are_lost(tmp_path: Path, cases: int) -> None:
+    store = Store(tmp_path)
+    older, newer = five_cases(store), five_cases(store)
+    take_out(store, newer, range(5 - cases, 5))
+    others = f" and {cases - 1} more" if cases > 1 else ""
+    told = rf"lost rows of a case \(impl=b, tokens={5 - cases}\){others}: an older run stands in"
+    with pytest.warns(UserWarning, match=told) as heard:
+        assert store.done("speed", DEVICE, "full") == keys(*range(5 - cases))
+        assert store.rows("speed").query(f"tokens >= {5 - cases}")["run_id"].tolist() == [older.id] * 2 * cases
+    assert len({str(w.message) for w in heard}) == 1
+    third = five_cases(store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.done("speed", DEVICE, "full") == keys(*range(5))
+        assert set(store.rows("speed")["run_id"]) == {third.id}
+
+
+def test_cases_of_which_no_run_has_a_row_are_named(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    run = five_cases(store)
+    take_out(store, run, [3, 4])
+    told = r"lost rows of a case \(impl=b, tokens=3\) and 1 more"
+    with pytest.warns(UserWarning, match=told):
+        assert store.done("speed", DEVICE, "full") == keys(0, 1, 2)
+    (store.root / DEVICE / "speed.csv").unlink()
+    told = r"speed\.csv: lost rows of a case \(impl=b, tokens=0\) and 4 more"
+    with pytest.warns(UserWarning, match=told):
+        assert store.done("speed", DEVICE, "full") == set()
+    with pytest.warns(UserWarning, match=told):
+        assert store.rows("speed").empty
+
+
+def test_an_older_run_that_lost_all_rows_of_a_case_is_of_no_matter(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    older, newer = five_cases(store), five_cases(store)
+    take_out(store, older)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.done("speed", DEVICE, "full") == keys(*range(5))
+        assert set(store.rows("speed")["run_id"]) == {newer.id}
+
+
+@pytest.mark.parametrize(("lost", "other"), [("smoke", "full"), ("full", "smoke")])
+def test_what_one_profile_lost_the_other_did_not(tmp_path: Path, quiet: None, lost: Profile, other: Profile) -> None:
+    store = Store(tmp_path)
+    before, _, after = five_cases(store, lost), five_cases(store, other), five_cases(store, lost)
+    take_out(store, after, [1, 2])
+    assert store.done("speed", DEVICE, other) == keys(*range(5))
+    assert store.done("speed", DEVICE, lost) == keys(0, 3, 4)
+    assert store.rows("speed", DEVICE, lost).query("tokens == 1")["run_id"].tolist() == [before.id] * 2
+
+
+def _without_profile(store: Store, run: Run) -> None:
+    """Counts as they were written before they told it."""
+    path = store.root / DEVICE / "cases" / "speed" / f"{run.id}.jsonl"
+    path.write_text(path.read_text().replace(f'"profile": "{run.profile}", ', ""))
+    assert "profile" not in path.read_text()
+
+
+def test_a_count_without_profile_is_of_a_full_run(tmp_path: Path, quiet: None) -> None:
+    store = Store(tmp_path)
+    five_cases(store, "smoke"), five_cases(store)
+    newer = five_cases(store)
+    _without_profile(store, newer)
+    take_out(store, newer, [1, 2])
+    assert store.done("speed", DEVICE, "full") == keys(0, 3, 4)
+    assert store.done("speed", DEVICE, "smoke") == keys(*range(5))
+
+
+def test_rows_tell_the_profile_of_a_count_that_does_not(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    five_cases(store)
+    smoke = five_cases(store, "smoke")
+    _without_profile(store, smoke)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.done("speed", DEVICE, "full") == store.done("speed", DEVICE, "smoke") == keys(*range(5))
+    lose(store.root, "bandwidth", run=smoke)
+    with pytest.warns(UserWarning, match=LOST):
+        assert store.done("speed", DEVICE, "full") == keys(*range(5))
+    with pytest.warns(UserWarning, match=LOST):
+        assert store.done("speed", DEVICE, "smoke") == keys(0, 2, 3, 4)
+
+
+@pytest.mark.parametrize("end", [None, {"status": "interrupted"}, {"status": "failed"}, "soon"])
+@pytest.mark.parametrize("torn", ["", '{"metrics": 2, "prof'])
+def test_only_the_last_count_of_a_stopped_run_may_be_without_rows(
+    tmp_path: Path, quiet: None, torn: str, end: object
+) -> None:
+    """A count that is itself cut off was the last one."""
+    store = Store(tmp_path)
+    five_cases(store)
+    run = store.start(MACHINE, ["x"], None, "full")
+    for n in (1, 2):
+        store.append(run, "speed", Case({"impl": "b", "tokens": n}), measured(n, 2))
+    path = store.root / DEVICE / "cases" / "speed" / f"{run.id}.jsonl"
+    path.write_text(path.read_text() + torn)
+    records = store.root / DEVICE / "runs.jsonl"
+    records.write_text(records.read_text().replace('"end": null', f'"end": {json.dumps(end)}'))
+    take_out(store, run)
+    assert store.done("speed", DEVICE, "full") == (keys(0, 3, 4) if torn else keys(0, 2, 3, 4))
+
+
+def test_a_run_that_goes_on_while_its_rows_are_read_has_lost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = Store(tmp_path), Store(tmp_path)
+    five_cases(store)
+    run = store.start(MACHINE, ["x"], None, "full")
+    read_counts, read_table = counts.read, files.read_table
+
+    def go_on(*tokens: int) -> None:
+        for n in tokens:
+            other.append(run, "speed", Case({"impl": "b", "tokens": n}), measured(n, 2))
+
+    def and_measure(folder: Path) -> dict[counts.At, counts.Count]:
+        found = read_counts(folder)
+        go_on(11, 12)
+        return found
+
+    def and_finish(path: Path) -> files.Table:
+        found = read_table(path)
+        go_on(13, 10)
+        other.finish(run, "finished", {}, {})
+        return found
+
+    counts.append(
+        tmp_path / DEVICE / "cases" / "speed" / f"{run.id}.jsonl", "full", Case({"impl": "b", "tokens": 10}), 2
+    )
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr("repro.records.counts.read", and_measure)
+        patch.setattr("repro.records.files.read_table", and_finish)
+        assert store.done("speed", DEVICE, "full") == keys(*range(5), 11, 12)
+
+
 def test_a_count_that_was_not_followed_by_rows_changes_nothing(
     two_runs: tuple[Store, Run, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +432,8 @@ def test_a_count_that_was_not_followed_by_rows_changes_nothing(
 def test_counts_are_on_the_disk_before_the_rows(two_runs: tuple[Store, Run, Run]) -> None:
     store, _, second = two_runs
     (line,) = (store.root / DEVICE / "cases" / "speed" / f"{second.id}.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"metrics": 2, "case": {"impl": "b", "tokens": "1"}}  # what other people's scripts read
+    # what other people's scripts read
+    assert json.loads(line) == {"metrics": 2, "profile": "full", "case": {"impl": "b", "tokens": "1"}}
 
 
 def _spoiled(store: Store, spoil: Callable[[bytes], bytes]) -> list[str]:
@@ -290,6 +463,7 @@ def test_counts_cut_anywhere_hide_nothing(two_runs: tuple[Store, Run, Run]) -> N
     [
         b"\xff\xfe",
         b'[]\n{}\nnull\n{"metrics": 2}',
+        b'{"metrics": 2, "profile": "fool", "case": {}}\n{"metrics": 2, "profile": {}, "case": {}}',
         b'{"metrics": Infinity, "case": {}}\n{"metrics": 1, "case": [1]}\n{"metrics": "two", "case": {}}',
         b"[" * 100_000,
     ],

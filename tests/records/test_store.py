@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import subprocess
+import warnings
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -210,6 +211,15 @@ def test_a_grown_header_keeps_old_rows_and_their_keys(store, run):
         case_key({"impl": "a"}),
         case_key({"impl": "a", "form": "per_token"}),
     }
+
+
+def test_an_empty_parameter_is_none(store, run):
+    store.append(run, "speed", case(impl="a", form=""), [timing()])
+    store.finish(run, "finished", {}, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        done = store.done("speed", DEVICE, "smoke")
+    assert done == {case_key({"impl": "a", "form": ""})} == {case_key({"impl": "a"})}
 
 
 def test_a_failed_rewrite_leaves_the_old_file(store, run, monkeypatch):
