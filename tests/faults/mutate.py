@@ -159,7 +159,7 @@ MUTATIONS = (
     ),
     # records
     Mutation("repro/records/store.py", "max(newest.get(key, run), run)", "run", _RECORDS),
-    Mutation("repro/records/counts.py", "len(metrics) >= counted[at]", "True", _RECORDS),
+    Mutation("repro/records/counts.py", "len(found.get(at, ())) >= count.metrics", "True", _RECORDS),
     Mutation("repro/records/files.py", "            f.truncate(size)\n", "            pass\n", _RECORDS),
     Mutation("repro/records/schema.py", "if (text := cell(value))", "if (text := cell(value)) is not None", _RECORDS),
 )
