@@ -7,8 +7,9 @@ the same code on the same corpus; `EpochReport.fingerprint` is there to be compa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from repro.balance.policies import Policy
 from repro.balance.schedule import Layout, Schedule
 from repro.balance.types import MicroBatch, Weighting
 from repro.corpus.shapes import Corpus
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,18 @@ class EpochReport:
         )
 
 
+@dataclass(eq=False)
+class _Iteration:
+    """One iteration over an epoch. steps: of the epoch, dealt in whole. ended: it deals no more."""
+
+    steps: int
+    ended: bool = False
+
+
 class ScheduleSampler:
     """Deals one rank's micro-batches as lists of sample ids; iterate once for each epoch, after `set_epoch`.
+
+    Ids count the corpus' samples, not the records of the file that it came from (`Manifest.record_of`).
 
     Pass it as `batch_sampler` to a DataLoader, and take the weights from `micro_batches()`, which runs alongside:
 
@@ -70,7 +83,7 @@ class ScheduleSampler:
         self.seed, self.weighting = seed, weighting
         self.epoch = 0
         self._first_step = 0  # where the next iteration starts
-        self._dealt_steps = 0  # whole steps dealt by the iteration under way
+        self._iterations: list[_Iteration] = []  # those under way, and those that ended after the newest began
         self._schedule: Schedule | None = None
 
     @property
@@ -104,36 +117,63 @@ class ScheduleSampler:
 
     def steps(self) -> Iterator[tuple[MicroBatch, ...]]:
         """This rank's micro-batches step by step, from where the next iteration starts."""
-        first = self._first_step
-        return (
-            self.schedule.micro_batches(step, self.rank, self.weighting) for step in range(first, self.schedule.steps)
-        )
+        return self._counted((own, step + 1) for step, own in self._left())
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches in the order of iteration; a filler repeats one sample at weight 0."""
-        return (micro_batch for step in self.steps() for micro_batch in step)
+        return self._counted(
+            (micro_batch, step + (slot == len(own)))
+            for step, own in self._left()
+            for slot, micro_batch in enumerate(own, 1)
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._dealt_steps = self._first_step
-        for step in self.steps():
-            for slot, micro_batch in enumerate(step, 1):
-                self._dealt_steps += slot == len(step)
-                yield list(micro_batch.sample_ids)
+        for micro_batch in self.micro_batches():
+            yield list(micro_batch.sample_ids)
         self._first_step = 0
+
+    def _left(self) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
+        """(step, this rank's micro-batches) from where the next iteration starts."""
+        steps = range(self._first_step, self.schedule.steps)
+        return ((step, self.schedule.micro_batches(step, self.rank, self.weighting)) for step in steps)
+
+    def _counted(self, dealt: Iterable[tuple[Item, int]]) -> Iterator[Item]:
+        """The items of (item, whole steps of the epoch dealt with it), noted for `state_dict`.
+
+        Each iteration has a count of its own, so that two side by side, or one after the other, do not add up.
+        """
+        own = _Iteration(self._first_step)  # begins with the first item that is asked for
+        self._iterations = [i for i in self._iterations if not i.ended] + [own]
+        try:
+            for item, own.steps in dealt:
+                yield item
+        finally:
+            own.ended = True
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. Another than the current one starts at its first step; the current one where it stands."""
         if epoch != self.epoch:
             self.epoch, self._schedule = epoch, None
-            self._first_step = self._dealt_steps = 0
+            self._first_step, self._iterations = 0, []
 
     def state_dict(self, steps: int | None = None) -> dict[str, int | str]:
         """Where the epoch stands.
 
-        steps: optimizer steps of it that are done; None for those dealt so far, which runs ahead where a DataLoader's
-        workers prefetch. Raises ValueError for more than the epoch has.
+        steps: optimizer steps of it that are done, those before a resume included; None for those dealt in whole so
+        far, by whichever of `__iter__`, `steps` and `micro_batches` is iterated. That is ahead of training where a
+        DataLoader's workers prefetch.
+
+        Raises ValueError for more than the epoch has, and for None where iterations side by side do not stand at the
+        same step: one prefetches, or was only looked into.
         """
-        steps = self._dealt_steps if steps is None else steps
+        if steps is None:
+            dealt = {i.steps for i in self._iterations} or {self._first_step}
+            if len(dealt) > 1:
+                raise ValueError(
+                    f"iterations side by side have dealt {' and '.join(map(str, sorted(dealt)))} steps (a DataLoader's "
+                    "workers prefetch): say how many are done, state_dict(steps=...)"
+                )
+            (steps,) = dealt
         if not 0 <= steps <= self.schedule.steps:
             raise ValueError(f"steps must be in 0..{self.schedule.steps}, got {steps}")
         return {"seed": self.seed, "epoch": self.epoch, "steps": steps, "schedule": fingerprint(self.schedule)}
@@ -155,7 +195,7 @@ class ScheduleSampler:
         if not 0 <= steps <= schedule.steps:
             raise ValueError(f"steps of the state must be in 0..{schedule.steps}, got {steps}")
         self.seed, self.epoch, self._schedule = seed, epoch, schedule
-        self._first_step = self._dealt_steps = steps
+        self._first_step, self._iterations = steps, []
 
 
 def _whole(state: Mapping[str, object], name: str) -> int:

@@ -67,6 +67,59 @@ def test_state_counts_whole_steps_and_is_small_and_plain() -> None:
     assert list(resumed) == list(_sampler(seed=7)), "after the resumed epoch a whole one"
 
 
+def test_a_loop_over_steps_is_gone_on_with_after_the_steps_that_it_took() -> None:
+    whole = list(_sampler().steps())
+    sampler, taken = _sampler(), []
+    for stop in (2, 5):  # interrupted twice
+        for step in sampler.steps():
+            taken.append(step)
+            state = sampler.state_dict()
+            assert state["steps"] == len(taken), "of the epoch, not of this process"
+            if len(taken) == stop:
+                break
+        assert sampler.state_dict() == state
+        sampler = _sampler()
+        sampler.load_state_dict(state)
+    assert [*taken, *sampler.steps()] == whole
+    assert sampler.state_dict()["steps"] == len(whole)
+
+
+def test_iterations_side_by_side_or_one_after_the_other_do_not_add_up() -> None:
+    sampler = _sampler()
+    for dealt, _ in enumerate(zip(sampler.micro_batches(), sampler, sampler.micro_batches(), strict=False), 1):
+        assert sampler.state_dict()["steps"] == dealt // 2
+        if dealt == 7:
+            break
+    assert sampler.state_dict()["steps"] == 3
+    assert len(list(sampler.steps())) == sampler.state_dict()["steps"] == sampler.schedule.steps
+    next(iter(sampler))
+    assert sampler.state_dict()["steps"] == 0
+    sampler.set_epoch(1)
+    next(sampler.steps())
+    assert sampler.state_dict()["steps"] == 1
+
+
+def test_a_state_is_refused_where_iterations_stand_at_different_steps() -> None:
+    sampler = _sampler()
+    ahead, taken = iter(sampler), sampler.micro_batches()  # as with workers that prefetch
+    for _ in range(6):
+        next(ahead)
+    next(taken)
+    with pytest.raises(ValueError, match=r"dealt 0 and 3 steps .* say how many are done, state_dict\(steps=...\)"):
+        sampler.state_dict()
+    assert sampler.state_dict(1)["steps"] == 1
+    del ahead, taken
+    with pytest.raises(ValueError, match="dealt 0 and 3 steps"):
+        sampler.state_dict()  # after the loop was left, too
+    steps = sampler.steps()
+    for _ in range(2):
+        next(steps)
+    assert sampler.state_dict()["steps"] == 2
+    next(sampler.steps())  # only looked into
+    with pytest.raises(ValueError, match="dealt 1 and 2 steps"):
+        sampler.state_dict()
+
+
 def test_state_of_another_schedule_is_refused() -> None:
     state = _sampler().state_dict(3)
     other = ScheduleSampler(EqualToken(48_000), CORPUS, LAYOUT, 0)
