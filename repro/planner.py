@@ -117,16 +117,16 @@ def _without_empty(corpus: Corpus, used: npt.NDArray[np.bool_]) -> Corpus:
 
 def _refuse_too_long(setup: Setup, costs: Costs, corpus: Corpus, m_mem: int) -> None:
     k = int(corpus.tokens.argmax())
-    longest, clip = int(corpus.tokens[k]), int(np.argmax(corpus.bucket_of == k))
+    longest, sample = int(corpus.tokens[k]), int(np.argmax(corpus.bucket_of == k))
     if longest > m_mem:
         raise PlanError(
-            f"clip {clip} of {corpus.name} is {corpus.shapes[k]}, {longest:,} tokens, more than the memory limit of "
+            f"sample {sample} of {corpus.name} is {corpus.shapes[k]}, {longest:,} tokens, more than the memory limit of "
             f"{m_mem:,} tokens: use more ranks, more memory, or leave such clips out"
         )
     measured = costs.quadratic.range.tokens[1]
     if longest > measured and not setup.extrapolate:
         raise PlanError(
-            f"clip {clip} of {corpus.name} is {corpus.shapes[k]}, {longest:,} tokens; the longest measured on "
+            f"sample {sample} of {corpus.name} is {corpus.shapes[k]}, {longest:,} tokens; the longest measured on "
             f"{setup.device} is {measured:,}: allow --extrapolate or leave such clips out"
         )
 

@@ -48,14 +48,17 @@ def test_a_model_is_restored() -> None:
 
 
 def test_a_loop_with_the_sampler(tmp_path, monkeypatch, capsys) -> None:
-    (tmp_path / "clips.csv").write_text("frames,height,width\n" + "81,480,832\n49,720,1280\n1,720,1280\n" * 200)
+    rows = ["0,480,832", "81,480,832", "49,720,1280", "81,48,83", "1,720,1280"]  # one is broken, one has no bucket
+    (tmp_path / "clips.csv").write_text("frames,height,width\n" + "\n".join(rows * 200))
     (tmp_path / "results").symlink_to(ROOT / "results")
     monkeypatch.chdir(tmp_path)
-    names = execute(LIBRARY, "ScheduleSampler(", dataset=list(range(600)))
+    names = execute(LIBRARY, "ScheduleSampler(", dataset=range(1_000))
     sampler, shown = names["sampler"], capsys.readouterr().out
     assert "600 samples in" in shown and "480x832" in shown
+    assert names["state"]["steps"] == sampler.schedule.steps
     for batch, micro_batch in zip(names["loader"], sampler.micro_batches(), strict=True):
-        assert tuple(batch.tolist()) == micro_batch.sample_ids
+        shapes = {rows[n % len(rows)].replace(",", "x") for n in batch.tolist()}
+        assert shapes == {str(micro_batch.shape)} and len(batch) == len(micro_batch.sample_ids)
     written = CliRunner().invoke(planner, ["clips.csv", "--write", "plan.yaml"])
     assert written.exit_code == 0, written.output
     names = execute(LIBRARY, "limits.choose(", **names)

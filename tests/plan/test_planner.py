@@ -171,9 +171,9 @@ def test_empty_buckets_do_not_count(costs: Costs) -> None:
 
 def test_clips_that_fit_nowhere_are_named(costs: Costs) -> None:
     corpus = mixes.named("wan-uniform", 5_000)
-    clip = int(np.argmax(corpus.bucket_of == 9))
+    sample = int(np.argmax(corpus.bucket_of == 9))
     with pytest.raises(
-        PlanError, match=f"clip {clip} of wan-uniform is 49x720x1280, 46,800 tokens, more than the memory"
+        PlanError, match=f"sample {sample} of wan-uniform is 49x720x1280, 46,800 tokens, more than the memory"
     ):
         planner.make(asked(), costs, corpus, 40_000)
     long = Corpus("long", "test", (Shape(161, 720, 1280),), np.array([147_600]), np.zeros(50, dtype=np.int32))
