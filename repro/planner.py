@@ -120,8 +120,8 @@ def _refuse_too_long(setup: Setup, costs: Costs, corpus: Corpus, m_mem: int) -> 
     longest, sample = int(corpus.tokens[k]), int(np.argmax(corpus.bucket_of == k))
     if longest > m_mem:
         raise PlanError(
-            f"sample {sample} of {corpus.name} is {corpus.shapes[k]}, {longest:,} tokens, more than the memory limit of "
-            f"{m_mem:,} tokens: use more ranks, more memory, or leave such clips out"
+            f"sample {sample} of {corpus.name} is {corpus.shapes[k]}, {longest:,} tokens, more than the memory limit "
+            f"of {m_mem:,} tokens: use more ranks, more memory, or leave such clips out"
         )
     measured = costs.quadratic.range.tokens[1]
     if longest > measured and not setup.extrapolate:

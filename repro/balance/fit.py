@@ -17,6 +17,7 @@ from scipy import stats
 from repro.balance import whole
 from repro.balance.cost import UNIT, Floats, MeasuredCost, PowerCost, QuadraticCost, Range, TableCost
 from repro.balance.models import MODELS
+from repro.names import unknown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,8 +105,9 @@ def observations(rows: pd.DataFrame, model: str, adaln: str, layers: int | None 
 
     layers: depth of plain blocks to take; None for the whole model where it was measured (`repro.balance.whole`), else
     for the blocks' depth that was measured most. Shapes of AdaLNs other than that which was measured on all of them are
-    completed by `with_adaln`. Raises ValueError where there are no such rows.
+    completed by `with_adaln`. Raises ValueError where there are no such rows, or no such model or AdaLN.
     """
+    _require_names(rows, model, adaln)
     found = whole.find(rows, model) if layers is None else None
     if found is not None:
         return _of_whole_model(rows, model, adaln, found)
@@ -173,10 +175,9 @@ def fit(form: Form, data: Observations) -> Fit:
     """Fit `form` to the observations.
 
     Bounds: a, b, c, d >= 0 and 0.5 <= p <= 3, within which each term has a meaning. `table` corrects the fitted
-    quadratic. Raises ValueError where there are fewer observations than parameters or fewer lengths than folds.
+    quadratic. Raises ValueError where there are fewer observations than parameters or fewer lengths than folds, and for
+    another form.
     """
-    if form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     lengths = np.unique(data.tokens)
     if lengths.size < FOLDS or data.batch.size <= len(_NAMES["quadratic"]):
         raise ValueError(
@@ -194,7 +195,7 @@ def fit(form: Form, data: Observations) -> Fit:
 def measured_cost(rows: pd.DataFrame, model: str, adaln: str, form: Form = "table") -> MeasuredCost:
     """Cost of the full model: `form` fitted to `observations`, scaled to the model's depth.
 
-    Raises ValueError as `observations`, KeyError for a model that is not in `repro.balance.models`.
+    Raises ValueError as `observations`, and for another form.
     """
     return _fit_cost(form, observations(rows, model, adaln)).scaled(MODELS[model].layers)
 
@@ -233,7 +234,9 @@ _NAMES: dict[str, tuple[str, ...]] = {"power": ("a", "b", "p"), "quadratic": ("a
 
 
 def _fit_cost(form: Form, data: Observations) -> MeasuredCost:
-    """The cost alone."""
+    """The cost alone. Raises ValueError for a form that there is not."""
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     about: dict[str, Any] = {
         "layers": data.layers,
         "measured_layers": data.layers,
@@ -293,6 +296,21 @@ def _take(data: Observations, at: Ints | Bools) -> Observations:
     )
 
 
+def _require_names(rows: pd.DataFrame, model: str, adaln: str) -> None:
+    """Raise ValueError as `whole.require`, and where the model was measured without this AdaLN or the eager one."""
+    whole.require(rows, model)
+    own = rows[rows["suite"].isin(whole.SUITES) & (rows["model"] == model)]
+    if own.empty:
+        raise ValueError(f"no block_time rows of model {model!r}")
+    measured = sorted(own["adaln"].unique())
+    if adaln not in measured:
+        raise ValueError(unknown("measured AdaLN", adaln, measured))
+    if "eager" not in measured:
+        raise ValueError(
+            f"AdaLN {adaln!r} is compared with 'eager', of which model {model!r} has no rows: measure both"
+        )
+
+
 def _read(rows: pd.DataFrame, model: str, adaln: str, layers: int | None) -> Observations:
     at = (rows["suite"] == "block_time") & (rows["metric"] == "forward_backward")
     table = rows[at & (rows["model"] == model) & (rows["adaln"] == adaln)]
@@ -301,7 +319,8 @@ def _read(rows: pd.DataFrame, model: str, adaln: str, layers: int | None) -> Obs
         layers = int(depths.value_counts().index[0])
     table = table[depths == layers]
     if table.empty:
-        raise ValueError(f"no block_time rows of model {model!r} with adaln {adaln!r} and layers {layers}")
+        depth = "" if layers is None else f" and layers {layers}"
+        raise ValueError(f"no block_time rows of model {model!r} with adaln {adaln!r}{depth}")
     return Observations(
         table["batch"].to_numpy().astype(np.int64),
         table["tokens"].to_numpy().astype(np.int64),

@@ -81,8 +81,9 @@ class MemoryFit:
 def fit_memory(rows: pd.DataFrame, model: str, adaln: str) -> MemoryFit:
     """Fit the memory of `model` with `adaln` to peaks of the whole model (`repro.balance.whole`), else of blocks.
 
-    Raises ValueError as `_of_whole_model` and `_of_blocks`.
+    Raises ValueError as `whole.require`, `_of_whole_model` and `_of_blocks`.
     """
+    whole.require(rows, model)
     found = whole.find(rows, model)
     fitted = None if found is None else _of_whole_model(rows, model, adaln, found)
     return _of_blocks(rows, model, adaln) if fitted is None else fitted

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from repro.balance.models import MODELS
+from repro.names import unknown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +39,17 @@ class WholeModel:
     def source(self) -> str:
         """run_ids, separated by spaces."""
         return " ".join(sorted(set(self.cells["run_id"].astype(str))))
+
+
+def require(rows: pd.DataFrame, model: str) -> None:
+    """Raise ValueError for a model that is not in `repro.balance.models`, and where no rows are of SUITES."""
+    if model not in MODELS:
+        raise ValueError(unknown("model", model, MODELS))
+    if "model" not in rows or not rows["suite"].isin(SUITES).any():  # an empty table has the fixed columns alone
+        raise ValueError(
+            f"no rows of {' or '.join(SUITES)}: check the folder of results and the device, or measure them "
+            "(python -m repro.all --profile full --only block_time)"
+        )
 
 
 def find(rows: pd.DataFrame, model: str) -> WholeModel | None:

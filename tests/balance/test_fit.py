@@ -18,6 +18,8 @@ from repro.balance.fit import (
     parameter_intervals,
     with_adaln,
 )
+from repro.balance.memory import fit_memory
+from repro.records import Store
 
 SHAPES = [(b, s) for s in (256, 1_024, 3_600, 7_800, 14_040, 20_280, 32_760) for b in (1, 2, 8, 64) if b * s <= 70_000]
 BATCH, TOKENS = (np.array(x) for x in zip(*SHAPES, strict=True))
@@ -164,3 +166,44 @@ def test_error_counts_measured_shapes_only():
     found = fit("power", with_adaln(eager, Observations(
         BATCH[some], TOKENS[some], eager.seconds[some], 2, np.ones(some.size, dtype=bool), "r2")))  # fmt: skip
     assert found.mape == pytest.approx(100 * np.abs(found.residuals[some]).mean())
+
+
+def test_a_form_that_there_is_not_is_refused_on_every_way():
+    rows = rows_of({(b, s): 1e3 * float(QUADRATIC.seconds(b, s)) for b, s in SHAPES}, "eager")
+    for ask in (
+        lambda: measured_cost(rows, "wan-14b", "eager", "linear"),
+        lambda: parameter_intervals("linear", observed(QUADRATIC), resamples=2),
+    ):
+        with pytest.raises(ValueError, match="form must be one of power, quadratic, table, got 'linear'"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("model", "adaln", "told"),
+    [
+        ("wan14b", "fused", "no model 'wan14b'; nearest: wan-14b, wan-1.3b"),
+        ("wan-14b", "fused2", "no measured AdaLN 'fused2'; nearest: fused"),
+        ("wan-14b", "nothing", "no measured AdaLN 'nothing'; known: eager, fused"),
+    ],
+)
+def test_names_are_checked_before_rows_are_read(model, adaln, told):
+    times = {(b, s): 1e3 * float(QUADRATIC.seconds(b, s)) for b, s in SHAPES}
+    rows = pd.concat([rows_of(times, "eager"), rows_of(times, "fused")])
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        measured_cost(rows, model, adaln)
+
+
+def test_what_is_compared_with_eager_needs_eager():
+    rows = rows_of({(b, s): 1e3 * float(QUADRATIC.seconds(b, s)) for b, s in SHAPES}, "fused")
+    with pytest.raises(
+        ValueError, match="AdaLN 'fused' is compared with 'eager', of which model 'wan-14b' has no rows"
+    ):
+        observations(rows, "wan-14b", "fused")
+
+
+def test_rows_of_a_folder_or_device_without_any_say_what_to_do(tmp_path):
+    other = rows_of({(1, 256): 1.0}, "eager").assign(suite="kernel_speed").drop(columns="model")
+    for rows in (Store(tmp_path).rows("block_time", "nvidia-h200", "full"), pd.DataFrame(), other):
+        for read in (measured_cost, fit_memory):
+            with pytest.raises(ValueError, match="no rows of block_time or shape_sweep: check the folder of results"):
+                read(rows, "wan-14b", "eager")

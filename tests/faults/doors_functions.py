@@ -171,7 +171,7 @@ def _power() -> PowerCost:
 LENGTHS = np.array([256, 1024, 4096, 8192, 16384, 32768])
 
 
-def observations(kind: str, name: str, told: str, **changed: Any) -> Case:
+def observations(kind: str, name: str, told: str, form: Any = "quadratic", **changed: Any) -> Case:
     """Step times that no cost can be fitted to."""
     given = {
         "batch": np.ones(6, np.int64),
@@ -182,7 +182,7 @@ def observations(kind: str, name: str, told: str, **changed: Any) -> Case:
         "source": "test",
         **changed,
     }
-    return calling(FIT, kind, name, told, lambda: fit.fit("quadratic", fit.Observations(**given)))
+    return calling(FIT, kind, name, told, lambda: fit.fit(form, fit.Observations(**given)))
 
 
 def rows(kind: str, name: str, told: str, **changed: Any) -> Case:
@@ -225,10 +225,10 @@ FITS = [
     observations("negative", "layers", "layers", layers=0),
     observations("overflow", "a time", "finite|positive", seconds=_with(2, math.inf)),
     rows("missing", "another model", "no block_time rows of model", model="wan-2b"),
-    rows("missing", "another adaln", "no block_time rows", adaln="fused"),
+    rows("missing", "another adaln", "no measured AdaLN 'eager'", adaln="fused"),
     rows("NaN", "a time", "step times must be positive", value=_with(0, math.nan)),
     rows("wrong type", "times in words", "fast", value="fast"),
-    calling(FIT, "wrong type", "a form", "form must be one of", lambda: fit.fit("cubic", None)),  # type: ignore[arg-type]
+    observations("wrong type", "a form", "form must be one of", form="cubic"),
     calling(
         FIT,
         "wrong type",
