@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from repro.balance import groups, metrics, window
 from repro.balance.packing import Buckets
-from repro.balance.policies import Policy
-from repro.balance.schedule import ABSENT, IntArray, Layout, Schedule, shuffled
+from repro.balance.policies import Policy, check_cost
+from repro.balance.schedule import ABSENT, IntArray, Layout, Schedule, check_whole, shuffled
 from repro.balance.types import Cost
 from repro.corpus.shapes import Corpus
 
@@ -59,6 +59,10 @@ class Balanced(Policy):
     mix_weight: float = 0.05
     backlog_steps: float | None = None
     max_wait_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(self, "m_mem")
+        check_cost(self.cost)
 
     def batch_sizes(self, tokens: npt.ArrayLike) -> IntArray:
         return np.maximum(1, self.m_mem // np.asarray(tokens, dtype=np.int64))

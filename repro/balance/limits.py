@@ -34,8 +34,11 @@ class Limits:
 def choose(cost: PowerCost, tokens: npt.ArrayLike, m_mem: int) -> Limits:
     """Limits for buckets of `tokens` [K] under the memory limit; `cost` gives p and the target.
 
-    Raises ValueError where the longest bucket exceeds m_mem.
+    Raises ValueError where the longest bucket exceeds m_mem, TypeError for a cost of another form.
     """
+    if not isinstance(cost, PowerCost):
+        form = type(cost).__name__
+        raise TypeError(f"cost must be of the power form, measured_cost(rows, model, adaln, 'power'), got {form}")
     longest, batch = _longest(tokens, m_mem)
     return Limits(m_mem, batch * float(longest) ** cost.p, cost.p, float(cost.seconds(batch, longest)))
 

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from repro.balance import assign
-from repro.balance.schedule import ABSENT, IntArray, Layout, Schedule, fold, largest_batches, shuffled
+from repro.balance.schedule import ABSENT, IntArray, Layout, Schedule, check_whole, fold, largest_batches, shuffled
 from repro.balance.types import Cost
 from repro.corpus.shapes import Corpus
+from repro.names import unknown
 
 NAMES = (
     "equal_token",
@@ -28,6 +29,21 @@ NAMES = (
     "longest_first",
     "balanced",
 )
+
+
+def check_cost(cost: Cost) -> None:
+    """Raise TypeError for what cannot tell `seconds`."""
+    if not callable(getattr(cost, "seconds", None)):
+        raise TypeError(
+            f"cost must tell seconds(batch, tokens), as that of repro.balance.fit.measured_cost does, got {cost!r}"
+        )
+
+
+def _check_positive(of: object, *names: str) -> None:
+    """Raise ValueError for an attribute that is not positive and finite."""
+    for name in names:
+        if not 0 < getattr(of, name) < np.inf:  # also catches NaN
+            raise ValueError(f"{name} must be positive and finite, got {getattr(of, name)}")
 
 
 class Policy(ABC):
@@ -137,6 +153,9 @@ class EqualToken(_ReadyMade):
     name: ClassVar[str] = "equal_token"
     token_budget: int
 
+    def __post_init__(self) -> None:
+        check_whole(self, "token_budget")
+
     def batch_sizes(self, tokens: npt.ArrayLike) -> IntArray:
         return np.maximum(1, self.token_budget // np.asarray(tokens, dtype=np.int64))
 
@@ -162,9 +181,8 @@ class DualConstraint(_ReadyMade):
     p: float
 
     def __post_init__(self) -> None:
-        for name in ("m_mem", "m_comp", "p"):
-            if not 0 < getattr(self, name) < np.inf:  # also catches NaN
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_whole(self, "m_mem")
+        _check_positive(self, "m_comp", "p")
 
     def batch_sizes(self, tokens: npt.ArrayLike) -> IntArray:
         tokens = np.asarray(tokens, dtype=np.int64)
@@ -194,6 +212,11 @@ class QuadraticBudget(_ReadyMade):
     budget: int
     quadratic: float
 
+    def __post_init__(self) -> None:
+        check_whole(self, "budget")
+        if not self.quadratic > 0:  # also catches NaN; infinite where time is linear in tokens
+            raise ValueError(f"quadratic must be positive, got {self.quadratic}")
+
     def batch_sizes(self, tokens: npt.ArrayLike) -> IntArray:
         tokens = np.asarray(tokens, dtype=np.float64)
         return np.maximum(1, np.floor(self.budget / (tokens + tokens**2 / self.quadratic))).astype(np.int64)
@@ -210,6 +233,12 @@ class EqualTime(_ReadyMade):
     m_mem: int
     cost: Cost
     target: float | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(self, "m_mem")
+        check_cost(self.cost)
+        if self.target is not None:
+            _check_positive(self, "target")
 
     def batch_sizes(self, tokens: npt.ArrayLike) -> IntArray:
         tokens = np.asarray(tokens, dtype=np.int64)
@@ -229,6 +258,10 @@ class LongestFirst(_ReadyMade):
     name: ClassVar[str] = "longest_first"
     m_mem: int
     cost: Cost
+
+    def __post_init__(self) -> None:
+        check_whole(self, "m_mem")
+        check_cost(self.cost)
 
     def batch_sizes(self, tokens: npt.ArrayLike) -> IntArray:
         return np.maximum(1, self.m_mem // np.asarray(tokens, dtype=np.int64))
@@ -271,7 +304,8 @@ def make(
     whose budget is m_mem, the largest with which no bucket exceeds the memory limit: b / c of a fitted
     a + b * B * S + c * B * S^2.
 
-    Raises KeyError for an unknown name, ValueError where a policy lacks a value that it needs.
+    Raises KeyError, with the nearest names, for an unknown one; ValueError where a policy lacks a value that it needs
+    or one is out of range; TypeError for a cost that is none.
     """
     budget = m_mem if token_budget is None else token_budget
     match name:
@@ -296,4 +330,4 @@ def make(
             from repro.balance.balanced import Balanced  # builds on this module
 
             return Balanced(m_mem, cost)
-    raise KeyError(name)
+    raise KeyError(unknown("policy", name, NAMES))

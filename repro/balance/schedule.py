@@ -22,6 +22,14 @@ IntArray = npt.NDArray[np.int64]
 ABSENT = -1
 
 
+def check_whole(of: object, *names: str) -> None:
+    """Raise ValueError for an attribute that is not a whole number from 1 on."""
+    for name in names:
+        value = getattr(of, name)
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name} must be at least 1 and whole, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a training run is laid out, and how policies are compared on it.
@@ -41,10 +49,7 @@ class Layout:
     protocol: Protocols = "matched"
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "m_mem", "micro_batches"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or value < 1:
-                raise ValueError(f"{name} must be at least 1 and whole, got {value!r}")
+        check_whole(self, "ranks", "m_mem", "micro_batches")
         if self.sync not in ("step", "micro_batch"):
             raise ValueError(f"sync must be 'step' or 'micro_batch', got {self.sync!r}")
         if self.protocol not in ("as_published", "matched"):

@@ -50,6 +50,11 @@ def test_target_of_any_form():
     assert limits.target_seconds(cost, BUCKETS, 58_896) == pytest.approx(float(cost.seconds(1, 46_800)))
 
 
+def test_a_cost_of_another_form_has_no_exponent():
+    with pytest.raises(TypeError, match=r"must be of the power form, .*'power'\), got QuadraticCost"):
+        limits.choose(reference_wan14b(), BUCKETS, 58_896)
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [

@@ -144,7 +144,30 @@ def test_make_builds_every_policy_by_name() -> None:
     for name in policies.NAMES:
         made = policies.make(name, m_mem=58_896, cost=COST, token_budget=48_000, m_comp=4e5, p=1.2, quadratic=26_700)
         assert made.name == name
-    with pytest.raises(KeyError, match="longest_last"):
+    with pytest.raises(KeyError, match="no policy 'longest_last'; nearest: longest_first"):
         policies.make("longest_last", m_mem=1, cost=COST)
     with pytest.raises(ValueError, match="dual_constraint needs m_comp and p"):
         policies.make("dual_constraint", m_mem=48_000, cost=COST)
+
+
+@pytest.mark.parametrize("name", policies.NAMES)
+@pytest.mark.parametrize("m_mem", [-1, 0, 48_000.5, np.nan])
+def test_a_memory_limit_is_a_whole_number_of_tokens(name: str, m_mem: float) -> None:
+    with pytest.raises(ValueError, match=f"(m_mem|budget) must be at least 1 and whole, got {m_mem}"):
+        policies.make(name, m_mem=m_mem, cost=COST, m_comp=4e5, p=1.2, quadratic=26_700)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["equal_time", "longest_first", "balanced"])
+@pytest.mark.parametrize("cost", [None, 3.0, "quadratic"])
+def test_a_cost_tells_seconds(name: str, cost: object) -> None:
+    with pytest.raises(TypeError, match=r"cost must tell seconds\(batch, tokens\), .* got " + repr(cost)):
+        policies.make(name, m_mem=48_000, cost=cost)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, np.nan])
+def test_other_values_are_positive(value: float) -> None:
+    with pytest.raises(ValueError, match=f"quadratic must be positive, got {value}"):
+        QuadraticBudget(48_000, quadratic=value)
+    with pytest.raises(ValueError, match=f"target must be positive and finite, got {value}"):
+        EqualTime(48_000, COST, target=value)
+    assert QuadraticBudget(48_000, quadratic=np.inf).batch_sizes([1_000]).tolist() == [48]
