@@ -106,9 +106,7 @@ MUTATIONS = (
         _BALANCE,
     ),
     Mutation("repro/balance/sampler.py", 'if here != state.get("schedule"):', "if False:", _BALANCE),
-    Mutation(
-        "repro/balance/sampler.py", "self._dealt_steps += slot == len(step)", "self._dealt_steps += slot == 1", _BALANCE
-    ),
+    Mutation("repro/balance/sampler.py", "step + (slot == len(own))", "step + (slot == 1)", _BALANCE),
     # the simulator
     Mutation(
         "repro/balance/metrics.py",
