@@ -79,7 +79,8 @@ def main(
     """  # noqa: D301 - click reads the backspace: keep these lines
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
-        store = Store(results)
+        store = _store(results)
+        size = plan_setup.known_model(model)
         _check_policy(policy)
         figure = _picture(write, figure)
         _check_numbers({"--memory-gb": memory_gb, "--bandwidth": bandwidth, "--fps": fps})
@@ -92,7 +93,7 @@ def main(
             memory_gb,
             sync,
             bandwidth,
-            model=plan_setup.known_model(model),
+            model=size,
             device=device,
             ranks=ranks,
             micro_batches=micro_batches,
@@ -125,6 +126,13 @@ def _setup(store: Store, memory_gb: float | None, sync: str, bandwidth: float | 
         raise PlanError(f"{given['device']} has no record of its memory: give --memory-gb")
     rate = bandwidth * 1e9 if bandwidth else None
     return Setup(memory_bytes=memory, sync=cast(Sync, sync), bandwidth=rate, **given)
+
+
+def _store(results: Path) -> Store:
+    """The results that step times come from. Raises PlanError."""
+    if not results.is_dir():
+        raise PlanError(f"no such folder: --results {results}")
+    return Store(results)
 
 
 def _check_policy(name: str | None) -> None:

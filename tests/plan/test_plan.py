@@ -117,7 +117,8 @@ def test_a_useless_manifest_is_one_line_and_exit_code_2(run: Run, tmp_path: Path
         (["wan-uniform", "--figure", "x"], "--figure must end in"),
         (["wan-uniform", "--write", "x.png"], "plan and picture would both be x.png"),
         (["wan-uniform", "--device", "nvidia-h100-x8"], "no step times of 'nvidia-h100-x8'; measured: nvidia-h200"),
-        (["wan-uniform", "--adaln", "fused"], "fused"),
+        (["wan-uniform", "--adaln", "fused"], "no measured AdaLN 'fused'; known: eager"),
+        (["wan-uniform", "--device", "nvidia-h100", "--model", "wan14b"], "no model 'wan14b'; nearest: wan-14b"),
         (["wan-uniform", "--ranks", "1"], "use more ranks"),
         (["wan-uniform", "--m-mem", "30000"], "more than the memory limit of 30,000"),
     ],
@@ -126,6 +127,11 @@ def test_what_cannot_be_planned_is_one_line_and_exit_code_2(run: Run, arguments:
     done = run(*arguments)
     assert done.exit_code == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_results_that_are_no_folder_are_not_taken_for_empty_ones(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [str(mixed(tmp_path)), "--results", str(tmp_path / "nope")])
+    assert (done.exit_code, done.stderr) == (2, f"error: no such folder: --results {tmp_path / 'nope'}\n")
 
 
 def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
