@@ -299,9 +299,12 @@ def _take(data: Observations, at: Ints | Bools) -> Observations:
 def _require_names(rows: pd.DataFrame, model: str, adaln: str) -> None:
     """Raise ValueError as `whole.require`, and where the model was measured without this AdaLN or the eager one."""
     whole.require(rows, model)
-    own = rows[rows["suite"].isin(whole.SUITES) & (rows["model"] == model)]
+    steps = rows[rows["suite"].isin(whole.SUITES)]
+    own = steps[steps["model"] == model]
     if own.empty:
-        raise ValueError(f"no block_time rows of model {model!r}")
+        raise ValueError(
+            f"no block_time rows of model {model!r}; measured: {', '.join(sorted(steps['model'].unique()))}"
+        )
     measured = sorted(own["adaln"].unique())
     if adaln not in measured:
         raise ValueError(unknown("measured AdaLN", adaln, measured))

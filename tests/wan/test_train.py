@@ -81,7 +81,7 @@ def test_policy_and_adaln_are_chosen_one_by_one_and_the_same_command_goes_on(tmp
         (["--m-mem", "100"], "exceeds the memory limit of 100 tokens"),
         (["--data", "nowhere"], "nowhere"),
         (["--costs", "nowhere"], "no step times of 'nowhere'; known: cpu-x86-64-2c"),
-        (["--costs", "nvidia-h200"], "with adaln 'eager' and layers None: leave out --costs"),
+        (["--costs", "nvidia-h200"], "of model 'tiny'; measured: wan-1.3b, wan-14b: leave out --costs"),
         (["--device", "tpu"], "--device must be cuda or cpu, got 'tpu'"),
         (["--calibrate", "nan"], "calibrate must be positive and finite, got nan"),
         (["--p", "inf"], "p must be positive and finite, got inf"),
