@@ -23,7 +23,7 @@ from repro import compare_cells, compare_judge, compare_read, compare_view
 from repro.compare_cells import Comparison
 from repro.compare_read import Source, SourceError
 from repro.names import unknown
-from repro.records import files
+from repro.records import Store, files
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 200
@@ -105,15 +105,23 @@ def _check(figure: Path | None, fail_on: str | None, threshold: float) -> None:
 
 def _check_targets(sources: Sequence[Source], targets: Mapping[str, Path | None]) -> None:
     """Raise SourceError for one file asked for twice or one that would replace what is read, OSError for no file."""
-    wanted = {option: path.absolute() for option, path in targets.items() if path is not None}
+    wanted = {option: path.resolve() for option, path in targets.items() if path is not None}
     for option, path in wanted.items():
         if list(wanted.values()).count(path) > 1:
             raise SourceError(f"{option} {path} is asked for twice: give both a name of their own")
-        folders = [(s.store.root.absolute(), s.device) for s in sources if s.store is not None]
-        # A device's folder may lie anywhere, in one's home too: beside it there is room, but for what is there.
-        if any(root / device in path.parents or (root == path.parent and path.exists()) for root, device in folders):
+        if any(_among(path, s.store) for s in sources if s.store is not None):
             raise SourceError(f"{option} {path} lies among the results that are read: give another place")
         files.require_target(path)
+
+
+def _among(path: Path, store: Store) -> bool:
+    """Whether a file would lie in any device's folder of a store, or replace one beside them.
+
+    A store is where a device's folder lies, which may be anywhere, in one's home too: beside the folders there is room.
+    """
+    root = store.root.resolve()
+    rows = any(root / device in path.parents for device in store.devices() if compare_read.is_device(root / device))
+    return rows or (root == path.parent and path.exists())
 
 
 def _sources(given: Sequence[str] | None, runs: tuple[str, str] | None) -> list[Source]:

@@ -149,15 +149,15 @@ def _devices(text: str, results: Path) -> list[tuple[Store, str]]:
         known = Store(results).devices()
         raise SourceError(f"{text!r} is neither a folder nor a .json file; {unknown('device', path.name, known)}")
     for folder in (path, path / "results"):
-        if _is_device(folder):
+        if is_device(folder):
             return [(Store(folder.resolve().parent), folder.resolve().name)]
-        devices = [d for d in Store(folder).devices() if _is_device(folder / d)]
+        devices = [d for d in Store(folder).devices() if is_device(folder / d)]
         if devices:
             return [(Store(folder), d) for d in devices]
     raise SourceError(f"{text}: no rows in it: want a folder with <suite>.csv files, or one of such folders")
 
 
-def _is_device(folder: Path) -> bool:
+def is_device(folder: Path) -> bool:
     """Whether a folder holds rows of one device; results/ itself has CSV files too, which are not rows."""
     heads = (next(iter(p.open(errors="replace")), "") for p in folder.glob("*.csv"))
     return any(set(HEAD[1:]) <= set(head.strip().split(",")) for head in heads)

@@ -38,7 +38,7 @@ from repro.wan.synthetic import SyntheticSamples
 from repro.wan.trainer import Length, StopSignals
 
 ROOT = Path(__file__).resolve().parents[1]
-GOES_ON, STARTS_ANEW = "the same command goes on", "the same command starts anew"
+GOES_ON, GOES_BACK = "the same command goes on", "the same command begins again where this one did"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -97,8 +97,8 @@ def main(
 ) -> None:
     """Train Wan 2.1 on clips of mixed lengths, under any batch policy, on any number of ranks.
 
-    Exit codes: 0 done, or stopped by Ctrl-C, SIGTERM or SIGUSR1 and saved, 1 a loss not finite, memory or disk full,
-    ranks lost, 2 nothing to train with, 130 interrupted before training began or twice.
+    Exit codes: 0 done, or stopped by Ctrl-C, SIGTERM, SIGUSR1, saved, 1 a loss not finite, memory or disk full, ranks
+    lost, 2 nothing to train with, 130 interrupted before it trained, or twice.
 
     \b
     torchrun --nproc-per-node 8 -m repro.train --model wan-1.3b --data shards/ --out runs/first
@@ -153,13 +153,13 @@ def main(
         if log is not None:
             log.say([log.summary()])
         if stopped and log is not None:
-            how = f"saved; {GOES_ON}" if save_every else f"not saved; {STARTS_ANEW}"
+            how = f"saved; {GOES_ON}" if save_every else f"not saved; {GOES_BACK}"
             log.say([f"stopped by {signals.asked or 'another rank'} after {trainer.step} steps, {how}"])
     except Exception as error:
         code, running = _told(error, running, debug)
     except KeyboardInterrupt:
         code = 130
-        typer.echo(f"interrupted; {GOES_ON if save_every else STARTS_ANEW}", err=True)
+        typer.echo(f"interrupted; {GOES_ON if save_every else GOES_BACK}", err=True)
     if not (running and code):
         leave()
     elif _among_others():

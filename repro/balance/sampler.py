@@ -132,6 +132,10 @@ class ScheduleSampler:
             yield list(micro_batch.sample_ids)
         self._first_step = 0
 
+    def __getstate__(self) -> dict[str, object]:
+        """Iterations under way stay with the original; a copy begins where its next one would."""
+        return {**self.__dict__, "_iterations": []}
+
     def _left(self) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
         """(step, this rank's micro-batches) from where the next iteration starts."""
         steps = range(self._first_step, self.schedule.steps)
@@ -171,7 +175,8 @@ class ScheduleSampler:
             if len(dealt) > 1:
                 raise ValueError(
                     f"iterations side by side have dealt {' and '.join(map(str, sorted(dealt)))} steps (a DataLoader's "
-                    "workers prefetch): say how many are done, state_dict(steps=...)"
+                    "workers prefetch, or one that was left is still held): say how many are done, "
+                    "state_dict(steps=...)"
                 )
             (steps,) = dealt
         if not 0 <= steps <= self.schedule.steps:

@@ -71,9 +71,9 @@ def _parse(line: str, last: bool) -> tuple[Key, Count]:
 def compare(counted: Mapping[At, Count], rows: Iterable[Record], finished: Collection[str]) -> dict[At, bool]:
     """Of each case of a run that was counted: whether its rows are all there.
 
-    Left out: a case that has none because its run was stopped between count and rows.
+    Left out: a case that has none where its run may have been stopped between count and rows.
 
-    finished: run_ids of the runs that were not stopped.
+    finished: run_ids of the runs that were not.
     """
     runs = {run_id for run_id, _ in counted}
     found: dict[At, set[str]] = {}

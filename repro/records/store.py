@@ -209,7 +209,7 @@ class Store:
         return self.root / device / "cases" / suite
 
     def _finished(self, device: str) -> set[str]:
-        """Runs that were not stopped: their ids."""
+        """Runs of which every case ended well: their ids. Others may have been stopped between count and rows."""
         ends = {r["run_id"]: r.get("end") for r in _read_runs(self.root / device / _RUNS)[0]}
         return {run_id for run_id, end in ends.items() if isinstance(end, dict) and end.get("status") == "finished"}
 
@@ -220,7 +220,9 @@ class Store:
         finished = self._finished(device) if folder.is_dir() else set()
         counted = counts.read(folder)
         table = files.read_table(path)
-        rows = _current(path, table)
+        rows, newer = _current(path, table)
+        # of a run whose rows only a newer checkout can read nothing is known to be lost
+        counted = {at: count for at, count in counted.items() if at[0] not in newer}
         whole = counts.compare(counted, rows, finished)
         lost = counts.lost(counted, rows, whole)
         _tell_lost(path, table.columns, lost)
@@ -335,14 +337,19 @@ def _write_runs(folder: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     files.replace(folder / _RUNS, "".join(json.dumps(r) + "\n" for r in runs).encode())
 
 
-def _current(path: Path, table: files.Table) -> list[Record]:
-    """Rows in the current schema; those that cannot be read are left out with one warning a reason."""
+def _current(path: Path, table: files.Table) -> tuple[list[Record], set[str]]:
+    """Rows in the current schema, and runs that have rows in a newer one.
+
+    What cannot be read is left out with one warning a reason.
+    """
     rows: list[Record] = []
+    newer: set[str] = set()
     reasons: dict[str, int] = {}
     for row in table.records():
         try:
             row = migrate(row)
             if (version := schema_of(row)) > SCHEMA:
+                newer.add(row.get("run_id", ""))
                 raise SchemaError(f"schema {version} is newer than this checkout reads ({SCHEMA}): update it")
             check(row)
             rows.append(row)
@@ -350,7 +357,7 @@ def _current(path: Path, table: files.Table) -> list[Record]:
             reasons[str(e)] = reasons.get(str(e), 0) + 1
     for reason, count in reasons.items():
         warnings.warn(f"{path}: {count} rows left out: {reason}", stacklevel=2)
-    return rows
+    return rows, newer
 
 
 def _typed(frame: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -177,6 +180,17 @@ def test_report_says_what_will_be_filled_before_training() -> None:
     assert f"limit {schedule.wait_limit_steps}" in str(report)
     assert {_sampler(rank).report().fingerprint for rank in range(4)} == {report.fingerprint}
     assert _sampler(seed=1).report().fingerprint != report.fingerprint
+
+
+@pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_made_amid_an_epoch_begins_where_its_original_did(twin: Callable[..., ScheduleSampler]) -> None:
+    sampler = _sampler()
+    under_way = sampler.steps()
+    next(under_way), next(under_way)
+    other = twin(sampler)
+    assert other.state_dict()["steps"] == 0
+    next(other.steps())
+    assert other.state_dict()["steps"] == 1 and sampler.state_dict()["steps"] == 2
 
 
 def test_a_data_loader_takes_it_as_batch_sampler() -> None:

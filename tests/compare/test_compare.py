@@ -274,10 +274,13 @@ def test_beside_a_device_s_folder_there_is_room_but_for_what_is_there(recorder):
     old, new = recorder.run("before"), recorder.run("", seed=1)
     (recorder.root / "claims.csv").write_text("id,statement\n")
     assert "wrote new.csv" in recorder.call(old, new, "--csv", "new.csv").output
-    for refused in ("claims.csv", "acme-1/new.csv"):
+    recorder.run("", "acme-2")
+    before = (recorder.root / "acme-2" / "speed.csv").read_bytes()
+    for refused in ("claims.csv", "acme-1/new.csv", "acme-2/speed.csv", "before/../acme-2/speed.csv"):
         done = recorder.call(old, new, "--csv", refused)
         assert done.exit_code == 2 and "lies among the results that are read" in done.output
     assert (recorder.root / "claims.csv").read_text() == "id,statement\n"
+    assert (recorder.root / "acme-2" / "speed.csv").read_bytes() == before
 
 
 @pytest.mark.parametrize("slug", ["acme-1", "acme-2"])

@@ -474,6 +474,18 @@ def test_lines_that_are_no_counts_are_named_and_left_out(two_runs: tuple[Store, 
     assert len(told) == 4 and all(f"line {numbers} is no count" in message for message in told), told
 
 
+def test_rows_of_a_newer_schema_are_not_told_as_lost(two_runs: tuple[Store, Run, Run]) -> None:
+    store, first, second = two_runs
+    path = store.root / DEVICE / "speed.csv"
+    head, *lines = path.read_text().splitlines()
+    for newer in ((second.id,), (first.id, second.id)):
+        path.write_text("\n".join([head, *(f"2{x[1:]}" if x.split(",")[1] in newer else x for x in lines)]) + "\n")
+        with pytest.warns(UserWarning) as heard:
+            found = Store(store.root).done("speed", DEVICE, "full")
+        assert all("schema 2 is newer than this checkout reads" in str(w.message) for w in heard)
+        assert (B in found) == (len(newer) == 1), "what an older run has is done"
+
+
 def test_reading_writes_nothing(written: Written, tmp_path: Path, quiet: None) -> None:
     shutil.copytree(written.root, tmp_path, dirs_exist_ok=True)
     lose(tmp_path, "time")

@@ -331,8 +331,13 @@ def test_a_run_without_checkpoints_that_is_stopped_does_not_say_that_it_goes_on(
 
     monkeypatch.setattr(train, "StopSignals", Stopped)
     done = run(tmp_path, "--steps", "9", "--save-every", "0")
-    assert done.exit_code == 0 and "after 1 steps, not saved; the same command starts anew" in done.output
+    assert (
+        done.exit_code == 0
+        and "after 1 steps, not saved; the same command begins again where this one did" in done.output
+    )
     assert capfd.readouterr().err == "SIGINT: the step under way is finished first\n"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train._finishing(True).startswith("the step under way is finished and saved first, if there is time: torch")
 
 
 def test_a_run_may_leave_no_checkpoint(tmp_path):
