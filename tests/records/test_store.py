@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import subprocess
 import warnings
 from datetime import UTC, datetime, timedelta
 
@@ -13,7 +12,7 @@ import pandas as pd
 import pytest
 
 from repro.measure.machine import Machine
-from repro.records import HEAD, TAIL, SchemaError, Store, case_key, files, provenance, schema
+from repro.records import HEAD, TAIL, SchemaError, Store, case_key, files, schema
 from repro.records import store as store_module
 from repro.suite import Case, Measurement
 
@@ -345,29 +344,6 @@ def test_the_run_record_says_where_rows_come_from(store, run):
     assert record["end"]["cases"] == {"measured": 3}
     assert record["end"]["clocks"] == {"sm_clock_mhz": [1980]}
     assert "end" not in record["unavailable"]
-
-
-def test_without_a_commit_nothing_is_called_clean(store, tmp_path, monkeypatch):
-    subprocess.run(["git", "init", "-q", str(tmp_path / "new")], check=True)
-    monkeypatch.setattr(provenance, "ROOT", tmp_path / "new")
-    store.start(MACHINE, ["x"], None, "smoke")
-    (record,) = store.runs(DEVICE)
-    assert record["commit"] is None and record["clean"] is None
-    assert {"commit", "clean"} <= set(record["unavailable"])
-
-
-def test_the_source_hash_follows_the_sources_alone(tmp_path):
-    (tmp_path / "repro").mkdir()
-    (tmp_path / "repro" / "a.py").write_text("x = 1\n")
-    first = provenance.source_hash(tmp_path)
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "rows.csv").write_text("1\n")
-    assert provenance.source_hash(tmp_path) == first
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "kernel.cu").write_text("")
-    second = provenance.source_hash(tmp_path)
-    (tmp_path / "repro" / "a.py").rename(tmp_path / "repro" / "b.py")
-    assert len({first, second, provenance.source_hash(tmp_path)}) == 3
 
 
 def test_a_broken_run_record_hides_no_other(store, run):
