@@ -85,7 +85,7 @@ def evidence(rows: pd.DataFrame) -> list[Evidence]:
         stands = (
             "plain blocks on one GPU, no communication"
             if swept is None
-            else f"the whole model's sweep on {swept.ranks} GPUs with {swept.adaln} AdaLN, eager's added"
+            else f"the whole model's sweep on {swept.gpus} with {swept.adaln} AdaLN, eager's added"
         )
         return (
             f"{model} width: p = {text(model, 'power', 'p')}, {text(model, 'power', 'held_out_mape')}%, with "

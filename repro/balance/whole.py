@@ -40,6 +40,11 @@ class WholeModel:
         """run_ids, separated by spaces."""
         return " ".join(sorted(set(self.cells["run_id"].astype(str))))
 
+    @property
+    def gpus(self) -> str:
+        """How many shared it, in words."""
+        return f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"
+
 
 def require(rows: pd.DataFrame, model: str) -> None:
     """Raise ValueError for a model that is not in `repro.balance.models`, and where no rows are of SUITES."""
@@ -92,8 +97,7 @@ def told(rows: pd.DataFrame, model: str, source: str) -> str:
     found = behind(rows, model, source)
     if found is None:
         return f"step times of measured blocks, scaled to {layers}"
-    gpus = f"{found.ranks} GPU{'s' if found.ranks > 1 else ''}"
-    return f"step times of all {layers} blocks, measured under the trainer on {gpus} with {found.adaln} AdaLN"
+    return f"step times of all {layers} blocks, measured under the trainer on {found.gpus} with {found.adaln} AdaLN"
 
 
 def _shapes(rows: pd.DataFrame, model: str, adaln: str) -> set[tuple[int, int]]:

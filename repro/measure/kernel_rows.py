@@ -33,7 +33,7 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 _STREAM_ATTEMPTS = 3
 _ABOVE_STREAMS = 3.0
 """% above the fastest stream up to which a time is believed. The streams are the fastest that were found, not what the
-memory can do: Inductor's fp32 norm over 5,120 channels read 100.1 to 101.9% of them in every run on an H200, and a
+memory can do: Inductor's fp32 norm over 5,120 channels read up to 101.9% of them on an H200 (csrc/NOTES.md), and a
 bound that refuses such times hides who is ahead. What does not move all its bytes is further off, or its result wrong.
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from repro.records import files
-from repro.records.schema import Key, Record, cell, row_key
+from repro.records.schema import Key, Record, case_key, row_key
 from repro.suite import PROFILES, Case
 
 At = tuple[str, Key]
@@ -37,8 +37,8 @@ class Count(NamedTuple):
 
 def append(path: Path, profile: str, case: Case, metrics: int) -> None:
     """Say that a case is about to get so many metrics. The caller holds the lock."""
-    key = {name: text for name, value in case.key.items() if (text := cell(value))}
-    files.append(path, (json.dumps({"metrics": metrics, "profile": profile, "case": key}) + "\n").encode())
+    line = {"metrics": metrics, "profile": profile, "case": dict(sorted(case_key(case.key)))}
+    files.append(path, (json.dumps(line) + "\n").encode())
 
 
 def read(folder: Path) -> dict[At, Count]:

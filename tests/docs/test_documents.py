@@ -147,6 +147,26 @@ def test_how_long_a_pass_took_before_and_among_steps() -> None:
     assert "took {} before an engine's first epoch and {} after or among the steps".format(*told) in text
 
 
+def test_what_one_cell_read_in_three_runs() -> None:
+    """T6's and the README's: how far runs are apart, beside intervals that are of one."""
+    rows = pd.read_csv(ROOT / "results" / "nvidia-h200-x2" / "throughput_measured.csv")
+    rows = rows[(rows["corpus"] == "wan-uniform") & (rows["sync"] == "micro_batch")]
+    published = rows[(rows["protocol"] == "as_published") & (rows["policy"] == "equal_token")]
+    rates = published[published["metric"] == "tokens_per_s"].pivot(index="run_id", columns="adaln", values="value")
+    gains = (100 * (rates["fused"] / rates["eager"] - 1)).dropna().sort_index()
+    text = " ".join(CAMPAIGN.read_text().split())
+    assert "T6's own cell read {:.2f}%, {:.2f}% and {:.2f}% in three runs".format(*gains) in text
+    (t6,) = (r for r in verdicts.read(ROOT / "results") if r["id"] == "T6")
+    low, high = float(t6["ci_low"]), float(t6["ci_high"])
+    assert f"the third's interval [{low:.2f}, {high:.2f}] holds only itself" in text
+    assert [low <= gain <= high for gain in gains] == [False, False, True]
+    matched = rows[(rows["protocol"] == "matched") & (rows["policy"] == "balanced") & (rows["adaln"] == "fused")]
+    shares = 100 * matched[matched["metric"] == "share_of_perfect"].sort_values("run_id")["value"]
+    readme = " ".join(README.read_text().split())
+    assert "two earlier runs gave {:.1f}% and {:.1f}% for that cell".format(*shares[:-1]) in readme
+    assert f"samples a step matched: {shares.iloc[-1]:.1f}% [" in readme
+
+
 def test_how_far_a_seed_that_was_run_twice_ends_apart() -> None:
     rows = pd.read_csv(ROOT / "results" / "nvidia-h200" / "loss_parity.csv")
     rows = rows[(rows["corpus"] == "moving-shapes") & (rows["metric"] == "loss_after")]

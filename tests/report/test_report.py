@@ -71,6 +71,9 @@ def test_the_overview_shows_every_claim_and_fits(rows):
     for c in CLAIMS:
         assert c.id in texts
         assert all(part in texts for part in c.title.split(": "))
+    judged = [r for r in rows if overview.scale(r) is None and r["value"]]
+    assert judged and all(f"[{tables.number(r['ci_low'])}, {tables.number(r['ci_high'])}]" in " ".join(texts)
+                          for r in judged)  # fmt: skip
     width = figure.bbox.width
     for t in figure.axes[0].texts:
         box = t.get_window_extent()

@@ -143,6 +143,9 @@ def test_evidence_is_the_held_out_error_of_the_paper_form(rows, measured):
     assert evidence.ci_low <= evidence.value <= evidence.ci_high
     assert f"p = {measured['wan-14b', 'eager', 'power']['p'].value:.4g}" in evidence.note
     assert "unknown" not in evidence.note
+    assert evidence.note.count("% (measured: plain blocks on one GPU, no communication)") == 2
+    mixed = rows.assign(kind=rows["kind"].where(rows["model"] != "wan-1.3b", "simulated"))
+    assert "% (simulated: plain blocks" in cost_model.evidence(mixed)[0].note
     assert cost_model.evidence(rows[rows["suite"] == "block_time"]) == []
 
 

@@ -240,6 +240,14 @@ def test_k1_and_k2_come_from_their_cell() -> None:
     old.loc[cell, "run_id"] = "before"
     old.loc[cell & (old["metric"] == "time"), "value"] = 999.0
     assert "fused is the fastest in all 32 cells" in kernel_speed.evidence(old)[0].note, "of older kernels"
+    apart = rows.copy()
+    cell = (apart["impl"] == "compile") & (apart["tokens"] == 1_024)
+    apart.loc[cell, "run_id"] = "before"
+    apart.loc[cell & (apart["metric"] == "time"), "value"] = 1.0
+    told = "fused is the fastest in all 36 cells (compile not measured in 4)"
+    assert told in kernel_speed.evidence(apart)[0].note, "times of another run are not to be compared with"
+    ahead = apart.assign(run_id=apart["run_id"].where(apart["tokens"] != 1_024, rows["run_id"].iloc[0]))
+    assert "another is faster than fused in 4 of 36 cells, most at" in kernel_speed.evidence(ahead)[0].note
     with style.context():
         told = [{f.name: f.caption for f in kernel_speed.draw(r)}["kernel_speedup-nvidia-h200"] for r in (rows, old)]
         single = rows[rows["tokens"] == 64_000]

@@ -133,6 +133,9 @@ def test_one_batch_a_length_does_not_decide():
     rows = rows_of(lambda b, s: 1e-6 * b * np.float64(s) ** 1.3, gpus(4))
     (found,) = shape_sweep.evidence(rows)
     assert found.decides and "batch costs" not in found.note and "shapes of 1,560 to 46,800 tokens" in found.note
+    assert "runs" not in found.note
+    (apart,) = shape_sweep.evidence(rows.assign(run_id=["r1", "r2"] * (len(rows) // 2) + ["r1"] * (len(rows) % 2)))
+    assert apart.note.endswith("Shapes are of 2 runs, none in two: machines and kernels may differ between them")
     (short,) = shape_sweep.evidence(rows[rows["tokens"] <= 33_000])
     assert not short.decides and short.note.startswith("without the longest bucket (46,800 tokens)")
     whole = rows[rows["layers"] == 40]
